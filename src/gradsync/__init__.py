@@ -1,0 +1,1 @@
+"""gradsync keeps the replicas of a data-parallel PyTorch training run in step."""

@@ -1,0 +1,161 @@
+"""What to do, as data: a `Plan` answers how gradients travel, how often, and when."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from gradsync.allreduce import Native, native
+
+Overlap = Literal["none", "backward"]
+Combine = Literal["mean", "sum"]
+
+
+@dataclass(frozen=True)
+class EveryStep:
+    """See `every_step`."""
+
+
+@dataclass(frozen=True)
+class Accumulate:
+    """See `accumulate`."""
+
+    k: int
+    backwards: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in (("k", self.k), ("backwards", self.backwards)):
+            if not _is_int(value) or value < 1:
+                raise ValueError(f"accumulate: {name} must be a whole number of at least 1, got {value!r}")
+
+
+Pace = EveryStep | Accumulate
+
+
+def every_step() -> EveryStep:
+    """Synchronize in every backward: what DDP does."""
+    return EveryStep()
+
+
+def accumulate(k: int, backwards: int = 1) -> Accumulate:
+    """Synchronize in every k-th micro-batch; the loop around it stays as it is.
+
+    After the others `.grad` is None, so `step()` and `zero_grad()` do nothing; the k-th leaves the mean
+    over ranks and over the k micro-batches. `backwards` is the number of `backward()` calls that one
+    micro-batch makes (two losses: 2).
+
+    >>> accumulate(4)
+    Accumulate(k=4, backwards=1)
+    """
+    return Accumulate(k, backwards)
+
+
+# The names under which recipes stand in a TOML file: `[pace] kind = "accumulate"`.
+_ALGORITHMS: dict[str, type] = {"native": Native}
+_PACES: dict[str, type] = {"every_step": EveryStep, "accumulate": Accumulate}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to synchronize. Frozen and checked; equal plans compare equal, also across ranks.
+
+    Args:
+        algorithm: Which way the bytes travel. None: the fastest one for this group and size.
+        pace: How often. `every_step()` or `accumulate(k)`.
+        overlap: When. "backward": while backward still computes. "none": after it.
+        bucket_bytes: How much travels in one message. None: an eighth of the model, 1 to 25 MiB.
+        combine: "mean" or "sum" over the ranks.
+
+    >>> Plan(pace=accumulate(4), bucket_bytes=1 << 20).pace
+    Accumulate(k=4, backwards=1)
+    """
+
+    algorithm: Native | None = None
+    pace: Pace = field(default_factory=every_step)
+    overlap: Overlap = "backward"
+    bucket_bytes: int | None = None
+    combine: Combine = "mean"
+
+    def __post_init__(self) -> None:
+        if self.algorithm is not None and not isinstance(self.algorithm, Native):
+            raise TypeError(f"algorithm must be None or gs.native(), got {self.algorithm!r}")
+        if not isinstance(self.pace, Pace):
+            raise TypeError(f"pace must be gs.every_step() or gs.accumulate(k), got {self.pace!r}")
+        if self.overlap == "forward":
+            raise ValueError('overlap="forward" is not built yet; use "backward"')
+        if self.overlap not in get_args(Overlap):
+            raise ValueError(f'overlap must be "none" or "backward", got {self.overlap!r}')
+        if self.combine not in get_args(Combine):
+            raise ValueError(f'combine must be "mean" or "sum", got {self.combine!r}')
+        if self.bucket_bytes is not None:
+            if not _is_int(self.bucket_bytes):
+                raise TypeError(f"bucket_bytes must be a whole number or None, got {self.bucket_bytes!r}")
+            if self.bucket_bytes < 1024:
+                raise ValueError(
+                    f"bucket_bytes must be at least 1024, got {self.bucket_bytes} (bytes, not megabytes)"
+                )
+
+    def canonical(self) -> dict[str, Any]:
+        """Plain data that says the same: what ranks compare and what a file holds."""
+        table: dict[str, Any] = {
+            "pace": _recipe(self.pace, _PACES),
+            "overlap": self.overlap,
+            "combine": self.combine,
+        }
+        if self.algorithm is not None:
+            table["algorithm"] = _recipe(self.algorithm, _ALGORITHMS)
+        if self.bucket_bytes is not None:
+            table["bucket_bytes"] = self.bucket_bytes
+        return table
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as TOML."""
+        scalars, tables = [], []
+        for key, value in self.canonical().items():
+            if isinstance(value, dict):
+                tables.append(f"\n[{key}]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in value.items()))
+            else:
+                scalars.append(f"{key} = {json.dumps(value)}\n")
+        Path(path).write_text("# A gradsync plan: gs.attach(model, opt, gs.Plan.load(path))\n" + "".join(scalars + tables))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan from TOML."""
+        try:
+            table = tomllib.loads(Path(path).read_text())
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not a TOML file: {error}") from None
+        known = {f.name for f in dataclasses.fields(cls)}
+        for key in table:
+            if key not in known:
+                raise ValueError(f"{path}: unknown plan field {key!r}; a plan has {', '.join(sorted(known))}")
+        for key, kinds in (("pace", _PACES), ("algorithm", _ALGORITHMS)):
+            if key in table:
+                table[key] = _from_recipe(path, key, table[key], kinds)
+        return cls(**table)
+
+
+def _recipe(value: Any, kinds: dict[str, type]) -> dict[str, Any]:
+    kind = next(name for name, cls in kinds.items() if isinstance(value, cls))
+    return {"kind": kind, **dataclasses.asdict(value)}
+
+
+def _from_recipe(path: str | Path, key: str, recipe: Any, kinds: dict[str, type]) -> Any:
+    if not isinstance(recipe, dict) or recipe.get("kind") not in kinds:
+        raise ValueError(f"{path}: [{key}] needs a kind, one of {', '.join(kinds)}, got {recipe!r}")
+    arguments = {name: value for name, value in recipe.items() if name != "kind"}
+    try:
+        return kinds[recipe["kind"]](**arguments)
+    except TypeError:
+        raise ValueError(f"{path}: [{key}] {recipe['kind']} does not take {sorted(arguments)}") from None
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+__all__ = ["Accumulate", "Combine", "EveryStep", "Overlap", "Pace", "Plan", "accumulate", "every_step", "native"]

@@ -1,0 +1,242 @@
+"""Ranks as processes of this machine: for trying out, demos and tests.
+
+A `RankPool` starts its processes once and hands them function after function; `spawn` is a pool used
+once. Each function runs with a gloo group on loopback already made, over a file store of its own, so no
+port is guessed and two pools never meet.
+
+Processes are started fresh ("spawn"), never forked: a fork of a process whose OpenMP pool has run
+deadlocks in its first parallel operation. So `fn` must be importable by name.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from gradsync.errors import GradSyncError
+
+
+class RankFailed(GradSyncError):
+    """One or more ranks raised, died or did not finish; the message holds every rank's traceback."""
+
+
+class Outcome(NamedTuple):
+    """How a rank ended: with a value, a traceback, or an exit code."""
+
+    ok: bool
+    value: Any
+    text: str
+
+
+class RankPool:
+    """A set of processes, started once, that run functions as ranks of a fresh group.
+
+    Use it as a context manager; after a failure the processes of that run are replaced.
+    """
+
+    def __init__(self, ranks: int, threads: int | None = None) -> None:
+        if ranks < 1:
+            raise ValueError(f"a pool needs at least 1 rank, got {ranks}")
+        self.ranks = ranks
+        self._threads = threads
+        self._folder = tempfile.TemporaryDirectory(prefix="gradsync-ranks-")
+        self._workers: list[_Worker | None] = [None] * ranks
+        self._runs = 0
+
+    def run(self, fn: Callable[..., Any], *args: Any, ranks: int | None = None, timeout: float = 60) -> list[Any]:
+        """Each rank's return value of `fn(*args)`; every rank's traceback if any fails."""
+        outcomes = self.outcomes(fn, *args, ranks=ranks, timeout=timeout)
+        if all(outcome.ok for outcome in outcomes):
+            return [outcome.value for outcome in outcomes]
+        report = "\n".join(f"--- rank {rank} ---\n{outcome.text}" for rank, outcome in enumerate(outcomes))
+        failed = [rank for rank, outcome in enumerate(outcomes) if not outcome.ok]
+        raise RankFailed(f"{len(failed)} of {len(outcomes)} ranks failed: {failed}\n{report}")
+
+    def outcomes(
+        self, fn: Callable[..., Any], *args: Any, ranks: int | None = None, timeout: float = 60
+    ) -> list[Outcome]:
+        """The same without raising: how each rank ended."""
+        world_size = self.ranks if ranks is None else ranks
+        if not 1 <= world_size <= self.ranks:
+            raise ValueError(f"this pool has {self.ranks} ranks, asked for {world_size}")
+        self._runs += 1
+        store = str(Path(self._folder.name) / f"store-{self._runs}")
+        threads = self._threads or max(1, (os.cpu_count() or 1) // world_size)
+        workers = [self._worker(rank) for rank in range(world_size)]
+        for rank, worker in enumerate(workers):
+            worker.send((fn, args, rank, world_size, store, threads))
+        return self._collect(workers, timeout)
+
+    def pids(self) -> list[int]:
+        """The processes of the ranks, started if they were not."""
+        return [self._worker(rank).pid for rank in range(self.ranks)]
+
+    def close(self) -> None:
+        """End every process of the pool and wait for it."""
+        for worker in self._workers:
+            if worker is not None:
+                worker.end()
+        self._workers = [None] * self.ranks
+        self._folder.cleanup()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _worker(self, rank: int) -> _Worker:
+        worker = self._workers[rank]
+        if worker is None:
+            worker = self._workers[rank] = _Worker(rank, self._folder.name)
+        return worker
+
+    def _collect(self, workers: list[_Worker], timeout: float) -> list[Outcome]:
+        """Wait for all; once one failed the others get a few seconds to fail by themselves."""
+        deadline = time.monotonic() + timeout
+        outcomes: dict[int, Outcome] = {}
+        while len(outcomes) < len(workers) and (left := deadline - time.monotonic()) > 0:
+            pending = [rank for rank in range(len(workers)) if rank not in outcomes]
+            ready = wait([h for r in pending for h in workers[r].handles()], timeout=left)
+            for rank in pending:
+                if any(handle in ready for handle in workers[rank].handles()):
+                    outcomes[rank] = workers[rank].outcome()
+        for rank, worker in enumerate(workers):
+            if rank not in outcomes:
+                outcomes[rank] = Outcome(False, None, f"did not finish within {timeout:g} s; its stacks:\n{worker.stacks()}")
+        if not all(outcome.ok for outcome in outcomes.values()):
+            # A rank that failed may hold half-dead groups: none of them is used again.
+            for rank, worker in enumerate(workers):
+                worker.kill()
+                self._workers[rank] = None
+        return [outcomes[rank] for rank in range(len(workers))]
+
+
+def spawn(fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60) -> list[Any]:
+    """Run `fn(*args)` on `ranks` new processes of this machine; return each rank's value.
+
+    The group exists when `fn` starts: `torch.distributed.get_rank()` tells the rank, `gs.init()` adopts
+    it. Each process gets cores / ranks threads. If a rank fails, the error shows every rank's traceback.
+    """
+    with RankPool(ranks) as pool:
+        return pool.run(fn, *args, timeout=timeout)
+
+
+class _Worker:
+    """The parent's end of one process."""
+
+    def __init__(self, rank: int, folder: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._stacks = Path(folder) / f"stacks-{rank}-{time.monotonic_ns()}"
+        self._process = context.Process(
+            target=_serve, args=(theirs, str(self._stacks)), name=f"gradsync-rank-{rank}"
+        )
+        self._process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def send(self, job: tuple[Any, ...]) -> None:
+        try:
+            self._connection.send(job)
+        except (AttributeError, TypeError) + (_pickling_error(),) as error:
+            raise ValueError(
+                f"{job[0]!r} cannot reach the ranks ({error}): define it at the top of a module, "
+                "since every rank is a new process that imports it"
+            ) from None
+
+    def handles(self) -> list[Any]:
+        return [self._connection, self._process.sentinel]
+
+    def outcome(self) -> Outcome:
+        try:
+            if self._connection.poll():
+                return Outcome(*self._connection.recv())
+        except EOFError:
+            pass
+        self._process.join()
+        code = self._process.exitcode or 0
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        return Outcome(False, None, f"the process was {how}" if code < 0 else f"the process {how}")
+
+    def stacks(self) -> str:
+        """Every thread's Python stack, written by the process itself on SIGUSR1."""
+        os.kill(self.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + 2
+        while time.monotonic() < deadline:
+            if self._stacks.exists() and self._stacks.stat().st_size > 0:
+                time.sleep(0.1)
+                return self._stacks.read_text()
+            time.sleep(0.02)
+        return "(the process did not answer)"
+
+    def end(self) -> None:
+        self._connection.close()
+        self._process.join(5)
+        self.kill()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._connection.close()
+
+
+def _pickling_error() -> type[Exception]:
+    from pickle import PicklingError
+
+    return PicklingError
+
+
+def _serve(connection: Connection, stacks: str) -> None:
+    """The life of a worker process: take a job, answer, until the parent hangs up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with open(stacks, "w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file)
+        while True:
+            try:
+                job = connection.recv()
+            except (EOFError, OSError):
+                return
+            except Exception:
+                connection.send((False, None, traceback.format_exc()))
+                continue
+            connection.send(_run(*job))
+
+
+def _run(
+    fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, store: str, threads: int
+) -> tuple[bool, Any, str]:
+    torch.set_num_threads(threads)
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:gloo" if torch.cuda.is_available() else "gloo",
+            store=dist.FileStore(store, world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=60),
+        )
+        value = fn(*args)
+    except BaseException:
+        # Not destroyed: a group with a collective under way blocks in its destructor.
+        return False, None, traceback.format_exc()
+    dist.destroy_process_group()
+    return True, value, "returned"

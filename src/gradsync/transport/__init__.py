@@ -1,0 +1,1 @@
+"""Moves bytes, in one order, with a bound on every wait."""
