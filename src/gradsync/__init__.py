@@ -1,1 +1,43 @@
-"""gradsync keeps the replicas of a data-parallel PyTorch training run in step."""
+"""gradsync keeps the replicas of a data-parallel PyTorch training run in step.
+
+    import gradsync as gs
+
+    gs.init()
+    sync = gs.attach(model, optimizer)
+
+Everything else in the training loop stays as it is.
+"""
+
+from gradsync.allreduce import native
+from gradsync.engine.attachment import attach
+from gradsync.engine.synchronizer import GradSync
+from gradsync.errors import (
+    BackwardAborted,
+    Disagreement,
+    GradSyncError,
+    LaunchError,
+    NonFinite,
+    PeerLost,
+    SyncTimeout,
+)
+from gradsync.plan import Plan, accumulate, every_step
+from gradsync.policy import Guard
+from gradsync.ranks import spawn
+
+__all__ = [
+    "BackwardAborted",
+    "Disagreement",
+    "GradSync",
+    "GradSyncError",
+    "Guard",
+    "LaunchError",
+    "NonFinite",
+    "PeerLost",
+    "Plan",
+    "SyncTimeout",
+    "accumulate",
+    "attach",
+    "every_step",
+    "native",
+    "spawn",
+]

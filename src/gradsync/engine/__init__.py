@@ -1,0 +1,1 @@
+"""A gradient is ready: which bucket, is it full, launch, wait. The only place that touches autograd."""

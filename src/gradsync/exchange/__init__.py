@@ -1,0 +1,1 @@
+"""One bucket's round trip: here exactly, as it is."""

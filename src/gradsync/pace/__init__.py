@@ -1,0 +1,1 @@
+"""How often gradients travel."""

@@ -1,0 +1,5 @@
+"""What happened, kept as it happens; imports nothing of ours."""
+
+from gradsync.trace.recorder import Recorder, StepRecord
+
+__all__ = ["Recorder", "StepRecord"]

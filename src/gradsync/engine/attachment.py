@@ -1,0 +1,144 @@
+"""`attach`: look at a model and its optimizers, refuse what cannot work, agree with the others, begin."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from gradsync.engine.inventory import Inventory, take_inventory
+from gradsync.engine.reducer import Reducer
+from gradsync.engine.replicas import Buffers, broadcast_optimizer, broadcast_tensors
+from gradsync.engine.synchronizer import GradSync
+from gradsync.guard.door import check_door
+from gradsync.pace.window import Window
+from gradsync.plan import Plan
+from gradsync.policy import Guard
+from gradsync.transport.groups import group_timeout, make_groups
+from gradsync.transport.lane import Lane
+from gradsync.transport.liveness import Liveness
+
+_attachments = itertools.count()  # the same on every rank: names this attachment in the store
+
+
+def attach(
+    model: torch.nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    plan: Plan | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    buffers: Literal["broadcast", "none"] = "broadcast",
+    ignore: Iterable[str | torch.Tensor] = (),
+    guard: Guard | None = None,
+) -> GradSync:
+    """Average the model's gradients over the ranks from now on, while backward still computes.
+
+    In place: the model is not wrapped, and its `state_dict` keeps its keys. When `backward()` returns, every
+    `.grad` holds the average. Parameters, buffers and optimizer state start as rank 0's.
+
+    Args:
+        model: The whole model, the same on every rank.
+        optimizer: The optimizer or optimizers over its parameters. With it a rank whose loss touches no
+            parameter still takes part, and a `step()` after `no_sync()` is caught.
+        plan: How; see `Plan`. None: exact averaging, overlapped with backward.
+        group: Who takes part; None: everybody.
+        buffers: "broadcast": rank 0's buffers (BatchNorm statistics) go to all with every synchronization.
+        ignore: Names or tensors to leave alone.
+        guard: Bounds on waits, and what a NaN does; see `Guard`.
+    """
+    return attach_engine(model, optimizer, plan, group, buffers, ignore, guard, always=False)
+
+
+def attach_engine(
+    model: torch.nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None,
+    plan: Plan | None,
+    group: dist.ProcessGroup | None,
+    buffers: str,
+    ignore: Iterable[Any],
+    guard: Guard | None,
+    always: bool,
+) -> GradSync:
+    """As `attach`; `always` puts the hooks on even where one rank alone would need none (to measure them)."""
+    plan, guard = Plan() if plan is None else plan, Guard() if guard is None else guard
+    optimizers = _as_list(optimizer)
+    parent = _parent(group)
+    refusal: Exception | None = None
+    try:
+        _check_arguments(plan, guard, buffers)
+        inventory = take_inventory(model, optimizers, ignore)
+    except (TypeError, ValueError) as error:
+        if dist.get_world_size(parent) == 1:
+            raise
+        refusal, inventory = error, Inventory([], [])
+    timeout = guard.timeout if guard.timeout is not None else group_timeout(parent)
+    lane = _open_lane(parent, _device_types(inventory), guard, timeout)
+    try:
+        check_door(lane, inventory.table(optimizers), plan.canonical(), None if refusal is None else str(refusal))
+        if refusal is not None:
+            raise refusal
+        _start_alike(lane, inventory, optimizers)
+    except BaseException:
+        lane.liveness.close()
+        raise
+    window = Window(plan.pace)
+    travelling = inventory.buffers if buffers == "broadcast" else []
+    reducer = Reducer(inventory.entries, lane, plan, guard, Buffers(travelling), window.k)
+    listens = always or lane.groups.size > 1 or window.k > 1
+    return GradSync(model, optimizers, plan, inventory.entries, travelling, reducer, window, listens)
+
+
+def _as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
+    if optimizer is None:
+        return []
+    return list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]  # type: ignore[list-item]
+
+
+def _parent(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if not dist.is_initialized():
+        raise ValueError("there is no process group yet; call gs.init() before gs.attach()")
+    parent = dist.group.WORLD if group is None else group
+    if parent is None or dist.get_rank(parent) < 0:
+        raise ValueError("this rank is not a member of the group given to attach; only members may call it")
+    return parent
+
+
+def _check_arguments(plan: Plan, guard: Guard, buffers: str) -> None:
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan must be a gs.Plan, got {plan!r}")
+    if not isinstance(guard, Guard):
+        raise TypeError(f"guard must be a gs.Guard, got {guard!r}")
+    if buffers not in ("broadcast", "none"):
+        raise ValueError(f'buffers must be "broadcast" or "none", got {buffers!r}')
+
+
+def _device_types(inventory: Inventory) -> list[str]:
+    tensors = [entry.param for entry in inventory.entries] + inventory.buffers
+    return sorted({tensor.device.type for tensor in tensors})
+
+
+def _open_lane(parent: dist.ProcessGroup, device_types: list[str], guard: Guard, timeout: float) -> Lane:
+    # Our own bound expires first: the groups' is only the net below it.
+    groups = make_groups(parent, device_types, timeout + 30)
+    liveness = Liveness(groups, guard, str(next(_attachments)))
+    return Lane(groups, liveness, guard, timeout)
+
+
+def _start_alike(lane: Lane, inventory: Inventory, optimizers: list[Optimizer]) -> None:
+    """Parameters, buffers and optimizers begin as rank 0's."""
+    if lane.groups.size == 1:
+        return
+    tensors = [entry.param.detach() for entry in inventory.entries] + inventory.buffers
+    broadcast_tensors(lane, tensors, 0, "the model's parameters")
+    for optimizer in optimizers:
+        if differing := broadcast_optimizer(lane, optimizer, 0):
+            warnings.warn(
+                f"{lane.place()} {type(optimizer).__name__} had other values than rank 0 for {', '.join(differing)}; "
+                "rank 0's are used",
+                stacklevel=4,
+            )

@@ -1,0 +1,211 @@
+"""Parameters and the flat buckets in which their gradients travel.
+
+Every bucket is one flat tensor of one dtype on one device. Inside it small gradients stand first and
+together, so that they are copied and scaled by two calls; a large one is copied by its own hook, while it
+is still in the cache.
+
+    flat  │ small small small … │ large │ large │
+            └── copied when ──┘   └ copied when the
+                the bucket is       gradient arrives
+                full
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, MutableMapping
+
+import torch
+
+_ALIGN_NBYTES = 64
+_LARGE_NBYTES = 1 << 16  # a CPU copies this much in less time than Python needs to ask for it
+_MIN_BUCKET, _MAX_BUCKET, _NUM_BUCKETS = 1 << 20, 25 << 20, 8
+
+
+class Entry:
+    """One parameter: where it lives in the model, and where its gradient lives in a bucket."""
+
+    __slots__ = (
+        "bucket", "filled", "index", "kept", "key", "large", "name", "owner", "param", "ptr", "seen", "sparse", "view",
+    )  # fmt: skip
+
+    def __init__(self, index: int, name: str, param: torch.nn.Parameter, owner: MutableMapping[str, object], key: str, sparse: bool) -> None:
+        self.index = index
+        self.name = name
+        self.param = param
+        self.owner = owner  # the module's own table of parameters, to notice a replacement
+        self.key = key
+        self.sparse = sparse
+        # Where its gradient travels; None while it is frozen or sparse.
+        self.bucket: Bucket | None = None
+        self.view = torch.empty(0)
+        self.ptr = 0
+        self.large = False
+        # The synchronization under way.
+        self.seen = -1  # the backward in which its hook last fired
+        self.filled = False  # its gradient is in the bucket
+        self.kept: torch.Tensor | None = None  # what stood in the bucket, in case no rank uses it
+
+    def take(self, scale: float) -> None:
+        """Move the gradient into the bucket, scaled; `.grad` is None afterwards."""
+        grad = self.param.grad
+        assert grad is not None
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        if self.filled:
+            self.view.add_(grad, alpha=scale)
+        elif grad.data_ptr() == self.ptr:
+            self.view.mul_(scale)
+        else:
+            torch.mul(grad, scale, out=self.view)
+        self.param.grad = None
+        self.filled = True
+
+
+class Bucket:
+    """A flat tensor and the parameters whose gradients fill it."""
+
+    __slots__ = ("entries", "flat", "held", "index", "large", "missing", "small", "small_flat")
+
+    def __init__(self, index: int, entries: list[Entry], held: bool) -> None:
+        first = entries[0].param
+        self.index = index
+        self.held = held  # leaves only when backward has ended
+        item = first.element_size()
+        everything_small = first.device.type != "cpu"  # on a GPU one kernel copies them all
+        self.small = [e for e in entries if everything_small or e.param.numel() * item < _LARGE_NBYTES]
+        self.large = [e for e in entries if not everything_small and e.param.numel() * item >= _LARGE_NBYTES]
+        self.entries = self.small + self.large
+        offsets, total = _offsets([e.param.numel() for e in self.entries], item)
+        self.flat = torch.zeros(total, dtype=first.dtype, device=first.device)
+        for entry, offset in zip(self.entries, offsets, strict=True):
+            strides = torch.empty_like(entry.param, device="meta").stride()
+            entry.view = self.flat.as_strided(entry.param.shape, strides, offset)
+            entry.ptr = entry.view.data_ptr()
+            entry.bucket = self
+            entry.large = entry in self.large
+            entry.filled = False
+        split = offsets[len(self.small)] if self.large else total
+        self.small_flat = self.flat[:split]
+        self.missing = len(entries)
+
+    @property
+    def nbytes(self) -> int:
+        return self.flat.numel() * self.flat.element_size()
+
+    def describe(self) -> str:
+        names = [entry.name for entry in self.entries]
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        return f"bucket {self.index} ({shown})"
+
+    def complete(self, used: bytearray | bytes, scale: float) -> None:
+        """Put in what is not there yet: small gradients, and what stands in `.grad` of unused parameters."""
+        for entry in self.large:
+            if not entry.filled:
+                self._stand_in(entry, bool(used[entry.index] & 1), scale)
+        views, grads = [], []
+        for entry in self.small:
+            grad = entry.param.grad
+            if entry.filled:
+                continue
+            if grad is None:
+                entry.view.zero_()
+            elif grad.is_sparse:
+                entry.view.copy_(grad.to_dense())
+            elif grad.data_ptr() != entry.ptr:
+                views.append(entry.view)
+                grads.append(grad)
+            elif not used[entry.index] & 1:
+                entry.kept = entry.view.clone()
+        if views:
+            torch._foreach_copy_(views, grads)
+        if self.small and scale != 1.0:
+            self.small_flat.mul_(scale)
+        for entry in self.small:
+            if used[entry.index] & 1:
+                entry.param.grad = None
+            entry.filled = True
+
+    def _stand_in(self, entry: Entry, used: bool, scale: float) -> None:
+        grad = entry.param.grad
+        if grad is None:
+            entry.view.zero_()
+        elif used:
+            entry.take(scale)
+        else:
+            if grad.data_ptr() == entry.ptr:
+                entry.kept = entry.view.clone()
+            torch.mul(grad.to_dense() if grad.is_sparse else grad, scale, out=entry.view)
+        entry.filled = True
+
+    def hand_out(self, used: bytes | None) -> None:
+        """Make the averaged gradients the parameters' own; `used` None means: all were used."""
+        for entry in self.entries:
+            if used is None or used[entry.index]:
+                entry.param.grad = entry.view
+            elif entry.kept is not None:
+                entry.view.copy_(entry.kept)
+            entry.kept = None
+            entry.filled = False
+        self.missing = len(self.entries)
+
+    def reset(self) -> None:
+        """Forget a step that came to nothing."""
+        for entry in self.entries:
+            entry.kept = None
+            entry.filled = False
+        self.missing = len(self.entries)
+
+
+class Layout:
+    """All buckets, in the order in which every rank launches them."""
+
+    def __init__(self, entries: Iterable[Entry], bucket_bytes: int | None, held: set[int]) -> None:
+        entries = list(entries)
+        limit = bucket_bytes or _default_limit(entries)
+        groups = _pack([e for e in entries if e.index not in held], limit)
+        late = _pack([e for e in entries if e.index in held], limit)
+        self.buckets = [Bucket(i, group, i >= len(groups)) for i, group in enumerate(groups + late)]
+        self.indices = frozenset(entry.index for entry in entries)
+        self.schedule = self._hash()
+
+    def describe(self, bucket: int) -> str:
+        return self.buckets[bucket].describe()
+
+    def _hash(self) -> int:
+        plan = [(str(b.flat.dtype), b.flat.numel(), [e.index for e in b.entries]) for b in self.buckets]
+        return zlib.crc32(repr(plan).encode())
+
+
+def _default_limit(entries: list[Entry]) -> int:
+    """An eighth of the model: enough buckets to overlap, each large enough to be worth a message."""
+    total = sum(entry.param.numel() * entry.param.element_size() for entry in entries)
+    return min(max(total // _NUM_BUCKETS, _MIN_BUCKET), _MAX_BUCKET)
+
+
+def _pack(entries: list[Entry], limit: int) -> list[list[Entry]]:
+    """Cut the order into buckets of one dtype and device, each closed when it reaches `limit` bytes.
+
+    Buckets stand in the order in which they get full.
+    """
+    closed: list[list[Entry]] = []
+    open_: dict[tuple[torch.dtype, torch.device], list[Entry]] = {}
+    nbytes: dict[tuple[torch.dtype, torch.device], int] = {}
+    for entry in entries:
+        kind = (entry.param.dtype, entry.param.device)
+        open_.setdefault(kind, []).append(entry)
+        nbytes[kind] = nbytes.get(kind, 0) + entry.param.numel() * entry.param.element_size()
+        if nbytes[kind] >= limit:
+            closed.append(open_.pop(kind))
+            nbytes[kind] = 0
+    return closed + list(open_.values())
+
+
+def _offsets(sizes: list[int], item: int) -> tuple[list[int], int]:
+    """Where each begins, in elements, on borders of 64 bytes; and the total."""
+    step = max(1, _ALIGN_NBYTES // item)
+    offsets, at = [], 0
+    for size in sizes:
+        offsets.append(at)
+        at += -(-size // step) * step
+    return offsets, at

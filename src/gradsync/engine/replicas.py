@@ -1,0 +1,177 @@
+"""Whole state from one rank to all: parameters and buffers at attach, buffers with every step, optimizers.
+
+Tensors travel as raw bytes, packed per device, so one broadcast serves every dtype. What is not a tensor
+(learning rates, step counts) travels as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from gradsync.transport.lane import Lane, Ticket
+
+_CHUNK_NBYTES = 64 << 20
+
+
+def broadcast_tensors(lane: Lane, tensors: Iterable[torch.Tensor], source: int, what: str) -> None:
+    """Make every rank's tensors those of rank `source` (an index in the group), in place."""
+    chunks: dict[str, list[list[torch.Tensor]]] = {}
+    filled: dict[str, int] = {}
+    for tensor in tensors:
+        kind = tensor.device.type
+        nbytes = tensor.numel() * tensor.element_size()
+        if kind not in chunks or filled[kind] + nbytes > _CHUNK_NBYTES:
+            chunks.setdefault(kind, []).append([])
+            filled[kind] = 0
+        chunks[kind][-1].append(tensor)
+        filled[kind] += nbytes
+    for batch in (batch for batches in chunks.values() for batch in batches):
+        flat, ticket = _launch_broadcast(lane, batch, source, what)
+        lane.wait(ticket)
+        _unpack(flat, batch)
+
+
+class Buffers:
+    """The model's buffers: the source's values go to all ranks with every synchronization."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._by_device: dict[str, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            self._by_device.setdefault(tensor.device.type, []).append(tensor)
+        self._under_way: list[tuple[torch.Tensor, Ticket, list[torch.Tensor]]] = []
+
+    def launch(self, lane: Lane, source: int) -> None:
+        for tensors in self._by_device.values():
+            flat, ticket = _launch_broadcast(lane, tensors, source, "the model's buffers")
+            self._under_way.append((flat, ticket, tensors))
+
+    def finish(self, lane: Lane) -> None:
+        for flat, ticket, tensors in self._under_way:
+            lane.wait(ticket)
+            _unpack(flat, tensors)
+        self._under_way = []
+
+
+def broadcast_optimizer(lane: Lane, optimizer: Optimizer, source: int) -> list[str]:
+    """Make hyper-parameters and state those of rank `source`; return the names of what differed in value.
+
+    State that only the source has (it alone loaded a checkpoint) is created on the others.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    mine = {"groups": _hyper_parameters(optimizer), "state": [_describe(optimizer.state.get(p, {})) for p in parameters]}
+    theirs = json.loads(_broadcast_text(lane, json.dumps(mine), source))
+    differing = []
+    for group, values in zip(optimizer.param_groups, theirs["groups"], strict=True):
+        for key, value in values.items():
+            if _plain(group[key]) != value:
+                differing.append(key)
+                _assign(group, key, value)
+    tensors = []
+    for parameter, described in zip(parameters, theirs["state"], strict=True):
+        _shape_state(optimizer, parameter, described)
+        if described:
+            state = optimizer.state[parameter]
+            tensors += [state[key] for key, (kind, *_) in described.items() if kind == "tensor"]
+    broadcast_tensors(lane, tensors, source, "the optimizer's state")
+    return sorted(set(differing))
+
+
+def _launch_broadcast(lane: Lane, tensors: list[torch.Tensor], source: int, what: str) -> tuple[torch.Tensor, Ticket]:
+    flat = torch.cat([_bytes_of(tensor) for tensor in tensors])
+    kind = flat.device.type
+    group, root = lane.groups.data.get(kind, lane.groups.control), lane.groups.ranks[source]
+    on_host = kind not in lane.groups.data or lane.groups.on_host(kind)
+    ticket = lane.launch(
+        lambda: dist.broadcast(flat, root, group=group, async_op=True), what, flat.numel(), on_host=on_host
+    )
+    return flat, ticket
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+def _unpack(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+    at = 0
+    with torch.no_grad():
+        for tensor in tensors:
+            nbytes = tensor.numel() * tensor.element_size()
+            # A copy: a slice that begins at an odd byte cannot be viewed as a wider type.
+            piece = flat[at : at + nbytes].clone()
+            tensor.detach().copy_(piece.view(tensor.dtype).view(tensor.shape))
+            at += nbytes
+
+
+def _broadcast_text(lane: Lane, text: str, source: int) -> str:
+    data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+    length = torch.tensor([data.numel()])
+    group, root = lane.groups.control, lane.groups.ranks[source]
+    what = "the optimizer's hyper-parameters"
+    lane.run(lambda: dist.broadcast(length, root, group=group, async_op=True), what)
+    received = data if lane.groups.rank == source else torch.empty(int(length), dtype=torch.uint8)
+    lane.run(lambda: dist.broadcast(received, root, group=group, async_op=True), what)
+    return bytes(received.numpy()).decode()
+
+
+def _hyper_parameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [
+        {key: _plain(value) for key, value in group.items() if key != "params" and _is_plain(value)}
+        for group in optimizer.param_groups
+    ]
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _assign(group: dict[str, Any], key: str, value: Any) -> None:
+    if isinstance(group[key], torch.Tensor):
+        group[key].fill_(value)
+    else:
+        group[key] = tuple(value) if isinstance(group[key], tuple) else value
+
+
+def _describe(state: dict[str, Any]) -> dict[str, Any]:
+    """The form of one parameter's state: tensors by dtype, shape and device, the rest by value."""
+    described: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            described[key] = ("tensor", str(value.dtype).removeprefix("torch."), list(value.shape), value.device.type)
+        elif _is_plain(value):
+            described[key] = ("value", _plain(value))
+    return described
+
+
+def _shape_state(optimizer: Optimizer, parameter: torch.Tensor, described: dict[str, Any]) -> None:
+    """Give `parameter` a state of the described form, keeping tensors that fit already."""
+    if not described:
+        optimizer.state.pop(parameter, None)
+        return
+    state = optimizer.state[parameter]
+    for key in [key for key in state if key not in described]:
+        del state[key]
+    for key, (kind, *rest) in described.items():
+        if kind == "value":
+            state[key] = rest[0]
+            continue
+        dtype, shape, device = getattr(torch, rest[0]), tuple(rest[1]), rest[2]
+        current = state.get(key)
+        if not isinstance(current, torch.Tensor) or current.shape != shape or current.dtype != dtype:
+            where = parameter.device if device == parameter.device.type else torch.device(device)
+            state[key] = torch.zeros(shape, dtype=dtype, device=where)

@@ -1,0 +1,52 @@
+"""Sparse gradients (of embeddings): sizes first, then indices and values, padded to the longest.
+
+Only after the sizes are known everywhere do tensors of agreed size travel. Every rank adds the parts in
+rank order, so all ranks end with the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from gradsync.transport.lane import Lane
+
+
+def average_sparse(lane: Lane, grads: list[torch.Tensor], names: list[str], scale: float) -> list[torch.Tensor]:
+    """The sum over ranks of `scale` times each gradient; all are sparse, of agreed shapes and order."""
+    parts = [grad.coalesce() for grad in grads]
+    mine = torch.tensor([part._nnz() for part in parts], dtype=torch.int64)
+    counts = torch.empty(lane.groups.size, len(parts), dtype=torch.int64)
+    lane.run(
+        lambda: dist.all_gather(list(counts), mine, group=lane.groups.control, async_op=True),
+        f"the sizes of sparse gradients ({', '.join(names)})",
+    )
+    return [
+        _sum_one(lane, part, counts[:, i].tolist(), name, scale)
+        for i, (part, name) in enumerate(zip(parts, names, strict=True))
+    ]
+
+
+def _sum_one(lane: Lane, part: torch.Tensor, counts: list[int], name: str, scale: float) -> torch.Tensor:
+    longest = max(counts)
+    if longest == 0:
+        return part
+    indices = _gather(lane, part.indices().t(), longest, f"sparse indices of {name}")
+    values = _gather(lane, part.values() * scale, longest, f"sparse values of {name}")
+    return torch.sparse_coo_tensor(
+        torch.cat([each[:n] for each, n in zip(indices, counts, strict=True)]).t(),
+        torch.cat([each[:n] for each, n in zip(values, counts, strict=True)]),
+        part.shape,
+        check_invariants=False,
+    ).coalesce()
+
+
+def _gather(lane: Lane, mine: torch.Tensor, longest: int, what: str) -> torch.Tensor:
+    """Every rank's rows, each padded to `longest`."""
+    padded = mine.new_zeros(longest, *mine.shape[1:])
+    padded[: len(mine)] = mine
+    gathered = mine.new_empty(lane.groups.size, longest, *mine.shape[1:])
+    group = lane.groups.data[mine.device.type]
+    on_host = lane.groups.on_host(mine.device.type)
+    lane.run(lambda: dist.all_gather(list(gathered), padded, group=group, async_op=True), what, on_host)
+    return gathered

@@ -1,0 +1,63 @@
+"""Agreement at the door: every rank brings a document, and all go on or all raise the same error.
+
+Gloo aborts the process on a size mismatch, so the first exchange is of fixed size: a digest and a length.
+Only if digests differ do the documents themselves travel, as JSON, padded to the longest; every rank then
+finds the same first difference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradsync.errors import Disagreement, listed
+from gradsync.transport.lane import Lane
+
+_ENTRY = struct.Struct("<32sq")
+_MAX_NBYTES = 1 << 28
+
+Document = dict[str, Any]
+
+
+def agree(lane: Lane, document: Document, explain: Callable[[list[Document], list[int]], str]) -> None:
+    """Return if all ranks bring the same document; otherwise raise on all, with `explain`'s sentence."""
+    text = json.dumps(document, sort_keys=True).encode()
+    mine = _ENTRY.pack(hashlib.sha256(text).digest(), len(text))
+    rows = gather_bytes(lane, mine, "the agreement between the ranks")
+    if all(row == rows[0] for row in rows):
+        return
+    lengths = [_ENTRY.unpack(row)[1] for row in rows]
+    if not 0 <= max(lengths) <= _MAX_NBYTES:
+        raise Disagreement(f"a rank announced a model description of {max(lengths)} bytes; do all run this gradsync?")
+    padded = text.ljust(max(lengths), b" ")
+    documents = [json.loads(row) for row in gather_bytes(lane, padded, "the agreement between the ranks")]
+    lane.fail()
+    raise Disagreement(explain(documents, list(lane.groups.ranks)))
+
+
+def gather_bytes(lane: Lane, mine: bytes, what: str) -> list[bytes]:
+    """Every rank's bytes; all must bring equally many."""
+    row = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    rows = torch.empty(lane.groups.size, len(mine), dtype=torch.uint8)
+    lane.run(lambda: dist.all_gather(list(rows), row, group=lane.groups.control, async_op=True), what)
+    return [bytes(each.numpy()) for each in rows]
+
+
+def majority(values: list[Any], ranks: list[int]) -> tuple[str, str, str, str]:
+    """The commonest value with its ranks, and the first other one with its ranks.
+
+    >>> majority(["a", "b", "a"], [0, 1, 2])
+    ('a', 'ranks 0 and 2', 'b', 'rank 1')
+    """
+    by_value: dict[str, list[int]] = {}
+    for value, rank in zip(values, ranks, strict=True):
+        by_value.setdefault(value if isinstance(value, str) else json.dumps(value), []).append(rank)
+    usual = max(by_value, key=lambda value: (len(by_value[value]), -by_value[value][0]))
+    other = next(value for value in by_value if value != usual)
+    return usual, listed(by_value[usual]), other, listed(by_value[other])

@@ -1,0 +1,72 @@
+"""What ranks must have in common before they synchronize a model, and the sentence if they have not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from gradsync.guard.agreement import Document, agree, majority
+from gradsync.transport.lane import Lane
+
+PROTOCOL = 1
+
+
+def check_door(lane: Lane, parameters: list[dict[str, Any]], plan: dict[str, Any], refusal: str | None) -> None:
+    """Compare parameters, plan, protocol and whether a rank refused; raise the same error on all."""
+    document = {"protocol": PROTOCOL, "refusal": refusal, "plan": plan, "parameters": parameters}
+    agree(lane, document, explain)
+
+
+def explain(documents: list[Document], ranks: list[int]) -> str:
+    """The first difference, as one sentence.
+
+    >>> row = {"name": "w", "dtype": "float32"}
+    >>> one, two = ({"protocol": 1, "refusal": None, "plan": {}, "parameters": [row | {"dtype": d}]}
+    ...             for d in ("float32", "float64"))
+    >>> print(explain([one, two], [0, 1]))
+    parameter 0 ("w") has dtype float32 on rank 0 but float64 on rank 1; build the same model on every rank
+    """
+    if len({d["protocol"] for d in documents}) > 1:
+        usual, those, other, these = majority([d["protocol"] for d in documents], ranks)
+        return (
+            f"{those} speak gradsync protocol {usual} but {these} speaks {other}; "
+            "install the same gradsync on every host"
+        )
+    for document, rank in zip(documents, ranks, strict=True):
+        if document["refusal"] is not None:
+            return f"rank {rank} refused to attach: {document['refusal']}"
+    plans = [d["plan"] for d in documents]
+    if any(plan != plans[0] for plan in plans):
+        return _explain_plans(plans, ranks)
+    return _explain_parameters([d["parameters"] for d in documents], ranks)
+
+
+def _explain_plans(plans: list[dict[str, Any]], ranks: list[int]) -> str:
+    for key in sorted({key for plan in plans for key in plan}):
+        values = [plan.get(key) for plan in plans]
+        if any(value != values[0] for value in values):
+            usual, those, other, these = majority(values, ranks)
+            return (
+                f"the plans differ: {key} is {usual} on {those} but {other} on {these}; "
+                "pass the same plan on every rank"
+            )
+    raise AssertionError("the plans do not differ")
+
+
+def _explain_parameters(tables: list[list[dict[str, Any]]], ranks: list[int]) -> str:
+    advice = "build the same model on every rank"
+    for index in range(min(len(table) for table in tables)):
+        rows = [table[index] for table in tables]
+        for key in rows[0]:
+            values = [row[key] for row in rows]
+            if all(value == values[0] for value in values):
+                continue
+            usual, those, other, these = majority(values, ranks)
+            if key == "name":
+                return f"parameter {index} is {json.dumps(usual)} on {those} but {json.dumps(other)} on {these}; {advice}, in the same order"
+            return f'parameter {index} ("{rows[0]["name"]}") has {key} {usual} on {those} but {other} on {these}; {advice}'
+    counts = [len(table) for table in tables]
+    usual, those, other, these = majority(counts, ranks)
+    longest = max(tables, key=len)
+    first = longest[min(counts)]["name"]
+    return f'{those} have {usual} parameters but {these} has {other} (the first that is not everywhere is "{first}"); {advice}'

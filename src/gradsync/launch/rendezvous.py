@@ -1,0 +1,239 @@
+"""The ranks find each other in a store and exchange small JSON records, before any group exists.
+
+Gloo connects every pair while its group is made, and hangs there when a rank is missing or an address
+is wrong. So who is there, and under which address, is settled first, in the store alone.
+
+Note [Fresh keys]
+-----------------
+A store may hold keys of ranks that are dead: torchrun keeps one over restarts, and a program may leave
+a group and make another. So rank 0 draws a challenge and everything happens under it:
+
+    rank 0:   set challenge = c0            wait for every c0/meet/<rank>    set c0/meet/all
+    rank k:   see challenge c  →  set c/meet/<k> = its nonce  →  c/meet/all names my nonce?  done
+                    ↑______________ no: c is of an earlier life, look again ______|
+
+The group is then made under c0 as well, so gloo finds no dead rank's address either.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+# torch.distributed has these names too, but only this module declares them to type checkers.
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from gradsync.errors import LaunchError, listed, place
+from gradsync.launch.environment import Task
+from gradsync.launch.interface import is_loopback
+
+T = TypeVar("T")
+Record = dict[str, Any]
+
+# How long rank 0, which may hold the store, stays for the others to read why it gives up.
+_FAREWELL_S = 2.0
+_FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.1
+
+
+class Rendezvous:
+    """The ranks of one launch, and the store they meet in."""
+
+    def __init__(self, task: Task, timeout: timedelta) -> None:
+        """Connect, and wait until every rank is there; `store` is then free of any earlier life."""
+        self._task = task
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout.total_seconds()
+        store = self._bounded(self._open)
+        self.store = self._bounded(lambda: self._meet(PrefixStore(f"gradsync/{task.job}", store)))
+
+    def exchange(self, tag: str, record: Record) -> list[Record]:
+        """Every rank's record, in the order of ranks. Through rank 0, so n ranks read n messages each."""
+        return self._bounded(lambda: self._exchange(tag, record))
+
+    def farewell(self, tag: str) -> None:
+        """Before rank 0 gives up: let the others read the records of `tag`, from which they see the same."""
+        if self._task.rank == 0:
+            self._bounded(lambda: self._await_seen(self.store, tag))
+
+    def _open(self) -> Store:
+        task = self._task
+        hosting = task.rank == 0 and not task.agent_store
+        if not hosting:
+            self._await_listener()
+        return TCPStore(
+            task.address,
+            task.port,
+            task.world_size,
+            is_master=hosting,
+            timeout=self._timeout,
+            wait_for_workers=False,  # _meet waits, and can say who is missing
+            multi_tenant=hosting,
+            master_listen_fd=_loopback_listener(task) if hosting else None,
+        )
+
+    def _await_listener(self) -> None:
+        """Until somebody listens. TCPStore can wait too, but for twice its timeout and with a stack dump."""
+        task, pause = self._task, _FIRST_POLL_S
+        while True:
+            left = self._deadline - time.monotonic()
+            try:
+                socket.create_connection((task.address, task.port), timeout=max(0.1, min(5.0, left))).close()
+                return
+            except OSError as error:
+                if left <= 0:
+                    who = "torchrun's agent" if task.agent_store else "rank 0"
+                    raise self._error(
+                        f"{who} could not be reached at {task.address}:{task.port} within "
+                        f"{self._timeout.total_seconds():g} s ({error}): see whether rank 0 started, "
+                        f"whether {task.address} is its host, seen from {socket.gethostname()}, "
+                        "and whether a firewall is between"
+                    ) from None
+            time.sleep(min(pause, max(0.0, left)))
+            pause = min(2 * pause, _LAST_POLL_S)
+
+    def _meet(self, store: Store) -> Store:
+        """See Note [Fresh keys]."""
+        nonce = secrets.token_hex(8)
+        if self._task.rank == 0:
+            store.set("challenge", nonce)
+            fresh = PrefixStore(nonce, store)
+            self._collect(fresh, "meet", nonce)
+            return fresh
+        answered = b""
+        pause = _FIRST_POLL_S
+        while time.monotonic() < self._deadline:
+            if store.check(["challenge"]):
+                challenge = store.get("challenge")
+                fresh = PrefixStore(challenge.decode(), store)
+                if challenge != answered:
+                    fresh.set(_key("meet", self._task.rank), json.dumps(nonce))
+                    answered = challenge
+                if fresh.check(["meet/all"]) and self._read(fresh, "meet", own=nonce) is not None:
+                    return fresh
+            time.sleep(pause)
+            pause = min(2 * pause, _LAST_POLL_S)
+        raise self._absent([0])
+
+    def _exchange(self, tag: str, record: Record) -> list[Record]:
+        if self._task.rank == 0:
+            return self._collect(self.store, tag, record)
+        self.store.set(_key(tag, self._task.rank), json.dumps(record))
+        if not self._await_keys(self.store, [f"{tag}/all"], self._deadline):
+            raise self._absent([0])
+        records = self._read(self.store, tag)
+        assert records is not None
+        return records
+
+    def _collect(self, store: Store, tag: str, record: Any) -> list[Any]:
+        """Rank 0's part: gather and publish the records, or who did not come."""
+        others = range(1, self._task.world_size)
+        keys = [_key(tag, rank) for rank in others]
+        if not self._await_keys(store, keys, self._deadline):
+            absent = [rank for rank, key in zip(others, keys, strict=True) if not store.check([key])]
+            if absent:
+                store.set(f"{tag}/all", json.dumps({"absent": absent}))
+                self._await_seen(store, tag, absent)
+                raise self._absent(absent)
+        records = [record, *(json.loads(text) for text in store.multi_get(keys))]
+        store.set(f"{tag}/all", json.dumps({"records": records}))
+        return records
+
+    def _read(self, store: Store, tag: str, own: Any = None) -> list[Any] | None:
+        """The others' part: rank 0's verdict; None if it is of an earlier life, without our own record."""
+        rank = self._task.rank
+        verdict = json.loads(store.get(f"{tag}/all"))
+        if own is not None and verdict.get("records", {rank: own})[rank] != own:
+            return None
+        store.set(f"{tag}/seen/{rank}", "")
+        if "absent" in verdict:
+            raise self._absent(verdict["absent"])
+        records: list[Any] = verdict["records"]
+        return records
+
+    def _await_seen(self, store: Store, tag: str, absent: list[int] | None = None) -> None:
+        ranks = set(range(1, self._task.world_size)) - set(absent or ())
+        keys = [f"{tag}/seen/{rank}" for rank in sorted(ranks)]
+        self._await_keys(store, keys, time.monotonic() + _FAREWELL_S)
+
+    def _await_keys(self, store: Store, keys: list[str], deadline: float) -> bool:
+        pause = _FIRST_POLL_S
+        while not store.check(keys):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, _LAST_POLL_S)
+        return True
+
+    def _bounded(self, work: Callable[[], T]) -> T:
+        """`work()` under an outside deadline, and open to Ctrl-C: a store call does not return while the
+        process that holds the store is stopped."""
+        results: list[T] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                results.append(work())
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="gradsync-launch", daemon=True)
+        thread.start()
+        thread.join(max(0.0, self._deadline - time.monotonic()) + 2 * _FAREWELL_S)
+        where = f"{self._task.address}:{self._task.port}"
+        if thread.is_alive():
+            raise self._error(
+                f"the store at {where} stopped answering: see whether rank 0's process is stopped"
+            )
+        if errors and isinstance(errors[0], LaunchError):
+            raise errors[0]
+        if errors and isinstance(errors[0], (dist.DistError, OSError)):
+            raise self._error(_explained(self._task, str(errors[0]).split("\n")[0])) from errors[0]
+        if errors:
+            raise errors[0]
+        return results[0]
+
+    def _absent(self, ranks: list[int]) -> LaunchError:
+        task = self._task
+        return self._error(
+            f"{task.launcher} announced {task.world_size} tasks, but {listed(ranks)} did not come to "
+            f"{task.address}:{task.port} within {self._timeout.total_seconds():g} s: see whether "
+            "they started, whether they ended early, and whether they reach that address"
+        )
+
+    def _error(self, sentence: str) -> LaunchError:
+        return LaunchError(f"{place(self._task.rank, self._task.world_size)} {sentence}")
+
+
+def _key(tag: str, rank: int) -> str:
+    return f"{tag}/{rank}"
+
+
+def _loopback_listener(task: Task) -> int | None:
+    """A socket that only this host reaches, where only this host is meant; TCPStore's own is open to all."""
+    if task.address != "localhost" and not _is_ipv4_loopback(task.address):
+        return None
+    host = "127.0.0.1" if task.address == "localhost" else task.address
+    # TCPStore owns the descriptor from here on.
+    return socket.create_server((host, task.port), backlog=1024).detach()
+
+
+def _is_ipv4_loopback(address: str) -> bool:
+    try:
+        return is_loopback(address) and ":" not in address
+    except ValueError:
+        return False
+
+
+def _explained(task: Task, reason: str) -> str:
+    where = f"{task.address}:{task.port}"
+    if "in use" in reason:
+        return f"port {task.port} of this host is taken: set MASTER_PORT to a free one ({reason})"
+    return f"the store at {where} was lost: see whether rank 0 ended early ({reason})"

@@ -1,0 +1,124 @@
+"""What each rank tells the others before the group is made, and what follows from it. Pure.
+
+Every rank holds the same lists, so every rank comes to the same sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gradsync.launch.backend import backends_by_device, shared_gpu
+from gradsync.launch.interface import Endpoint
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Who a rank is: what it knows before it knows the others."""
+
+    hostname: str
+    host: str
+    """The host as our topology sees it, maybe declared by the user."""
+    network: str
+    """The host as packets see it: equal iff loopback connects."""
+    towards_master: str | None
+    backend: str | None
+    """What the user asked for."""
+
+    @property
+    def name(self) -> str:
+        return self.host.removeprefix("declared:") if self.host.startswith("declared:") else self.hostname
+
+    def record(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank sits: its interface and GPU, or why it has none."""
+
+    interface: str | None
+    address: str
+    gpu: str | None
+    problem: str | None
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint(self.interface, self.address)
+
+    def record(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def refusal(peers: Sequence[Peer], seats: Sequence[Seat]) -> str | None:
+    """The sentence for which no group is made, or None."""
+    for rank, seat in enumerate(seats):
+        if seat.problem is not None:
+            return f"rank {rank} on host {peers[rank].name} cannot take part: {seat.problem}"
+    return _refuse_backends(peers, seats) or _refuse_loopback(peers, seats)
+
+
+def _refuse_backends(peers: Sequence[Peer], seats: Sequence[Seat]) -> str | None:
+    asked = peers[0].backend
+    for rank, peer in enumerate(peers):
+        if peer.backend != asked:
+            return (
+                f"the ranks call init with different backends: rank 0 with {asked!r}, "
+                f"rank {rank} with {peer.backend!r}"
+            )
+    if asked is None or backends_by_device(asked).get("cuda") != "nccl":
+        return None
+    for rank, seat in enumerate(seats):
+        if seat.gpu is None:
+            name = peers[rank].name
+            return f"backend {asked!r} needs a GPU on every rank, and rank {rank} on host {name} has none"
+    if (sharing := shared_gpu([seat.gpu for seat in seats])) is not None:
+        return (
+            f"backend {asked!r} needs a GPU for every rank, and ranks {sharing[0]} and {sharing[1]} share "
+            f"{seats[sharing[0]].gpu}: start fewer ranks, or use backend='cpu:gloo,cuda:gloo'"
+        )
+    return None
+
+
+def _refuse_loopback(peers: Sequence[Peer], seats: Sequence[Seat]) -> str | None:
+    if len({peer.network for peer in peers}) == 1:
+        return None
+    for rank, seat in enumerate(seats):
+        if seat.endpoint.loopback:
+            here = peers[rank]
+            far, other = next((r, peer) for r, peer in enumerate(peers) if peer.network != here.network)
+            return (
+                f"rank {rank} on host {here.name} would use gloo on {seat.endpoint}, which is loopback and "
+                f"out of reach for rank {far} on host {other.name}: set GLOO_SOCKET_IFNAME there to the "
+                "interface between the hosts, or let /etc/hosts give the host's name its real address"
+            )
+    return None
+
+
+def announcement(rank: int, peers: Sequence[Peer], seats: Sequence[Seat], backend: str) -> str | None:
+    """The line that the first rank of each host prints; None on the others."""
+    here = (peers[rank].network, peers[rank].host)
+    ranks = [r for r, peer in enumerate(peers) if (peer.network, peer.host) == here]
+    if rank != ranks[0]:
+        return None
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return (
+        f"gradsync: host {peers[rank].name}: {noun} {spans(ranks)} of {len(peers)}, "
+        f"gloo on {seats[rank].endpoint}, backend {backend}"
+    )
+
+
+def spans(ranks: Sequence[int]) -> str:
+    """Rising ranks, shortly.
+
+    >>> spans([0, 1, 2, 3, 8]), spans([5])
+    ('0-3,8', '5')
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
