@@ -20,6 +20,8 @@ from gradsync.errors import (
     PeerLost,
     SyncTimeout,
 )
+from gradsync.exchange.single import all_reduce
+from gradsync.launch import init
 from gradsync.plan import Plan, accumulate, every_step
 from gradsync.policy import Guard
 from gradsync.ranks import spawn
@@ -36,8 +38,10 @@ __all__ = [
     "Plan",
     "SyncTimeout",
     "accumulate",
+    "all_reduce",
     "attach",
     "every_step",
+    "init",
     "native",
     "spawn",
 ]

@@ -85,19 +85,16 @@ class Plan:
             raise TypeError(f"algorithm must be None or gs.native(), got {self.algorithm!r}")
         if not isinstance(self.pace, Pace):
             raise TypeError(f"pace must be gs.every_step() or gs.accumulate(k), got {self.pace!r}")
-        if self.overlap == "forward":
-            raise ValueError('overlap="forward" is not built yet; use "backward"')
         if self.overlap not in get_args(Overlap):
-            raise ValueError(f'overlap must be "none" or "backward", got {self.overlap!r}')
+            wish = " (overlap with the next forward is not built yet)" if str(self.overlap) == "forward" else ""
+            raise ValueError(f'overlap must be "none" or "backward", got {self.overlap!r}{wish}')
         if self.combine not in get_args(Combine):
             raise ValueError(f'combine must be "mean" or "sum", got {self.combine!r}')
         if self.bucket_bytes is not None:
             if not _is_int(self.bucket_bytes):
                 raise TypeError(f"bucket_bytes must be a whole number or None, got {self.bucket_bytes!r}")
             if self.bucket_bytes < 1024:
-                raise ValueError(
-                    f"bucket_bytes must be at least 1024, got {self.bucket_bytes} (bytes, not megabytes)"
-                )
+                raise ValueError(f"bucket_bytes must be at least 1024, got {self.bucket_bytes} (bytes, not megabytes)")
 
     def canonical(self) -> dict[str, Any]:
         """Plain data that says the same: what ranks compare and what a file holds."""
@@ -120,7 +117,9 @@ class Plan:
                 tables.append(f"\n[{key}]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in value.items()))
             else:
                 scalars.append(f"{key} = {json.dumps(value)}\n")
-        Path(path).write_text("# A gradsync plan: gs.attach(model, opt, gs.Plan.load(path))\n" + "".join(scalars + tables))
+        Path(path).write_text(
+            "# A gradsync plan: gs.attach(model, opt, gs.Plan.load(path))\n" + "".join(scalars + tables)
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -158,4 +157,14 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-__all__ = ["Accumulate", "Combine", "EveryStep", "Overlap", "Pace", "Plan", "accumulate", "every_step", "native"]
+__all__ = [
+    "Accumulate",
+    "Combine",
+    "EveryStep",
+    "Overlap",
+    "Pace",
+    "Plan",
+    "accumulate",
+    "every_step",
+    "native",
+]

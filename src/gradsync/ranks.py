@@ -21,11 +21,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from pickle import PicklingError
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 from gradsync.errors import GradSyncError
 
@@ -117,7 +119,9 @@ class RankPool:
                     outcomes[rank] = workers[rank].outcome()
         for rank, worker in enumerate(workers):
             if rank not in outcomes:
-                outcomes[rank] = Outcome(False, None, f"did not finish within {timeout:g} s; its stacks:\n{worker.stacks()}")
+                outcomes[rank] = Outcome(
+                    False, None, f"did not finish within {timeout:g} s; its stacks:\n{worker.stacks()}"
+                )
         if not all(outcome.ok for outcome in outcomes.values()):
             # A rank that failed may hold half-dead groups: none of them is used again.
             for rank, worker in enumerate(workers):
@@ -143,9 +147,7 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._stacks = Path(folder) / f"stacks-{rank}-{time.monotonic_ns()}"
-        self._process = context.Process(
-            target=_serve, args=(theirs, str(self._stacks)), name=f"gradsync-rank-{rank}"
-        )
+        self._process = context.Process(target=_serve, args=(theirs, str(self._stacks)), name=f"gradsync-rank-{rank}")
         self._process.start()
         theirs.close()
 
@@ -157,7 +159,7 @@ class _Worker:
     def send(self, job: tuple[Any, ...]) -> None:
         try:
             self._connection.send(job)
-        except (AttributeError, TypeError) + (_pickling_error(),) as error:
+        except (AttributeError, TypeError, PicklingError) as error:
             raise ValueError(
                 f"{job[0]!r} cannot reach the ranks ({error}): define it at the top of a module, "
                 "since every rank is a new process that imports it"
@@ -199,12 +201,6 @@ class _Worker:
         self._connection.close()
 
 
-def _pickling_error() -> type[Exception]:
-    from pickle import PicklingError
-
-    return PicklingError
-
-
 def _serve(connection: Connection, stacks: str) -> None:
     """The life of a worker process: take a job, answer, until the parent hangs up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -229,7 +225,7 @@ def _run(
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:gloo" if torch.cuda.is_available() else "gloo",
-            store=dist.FileStore(store, world_size),
+            store=FileStore(store, world_size),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=60),

@@ -29,7 +29,15 @@ class Entry:
         "bucket", "filled", "index", "kept", "key", "large", "name", "owner", "param", "ptr", "seen", "sparse", "view",
     )  # fmt: skip
 
-    def __init__(self, index: int, name: str, param: torch.nn.Parameter, owner: MutableMapping[str, object], key: str, sparse: bool) -> None:
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        param: torch.nn.Parameter,
+        owner: MutableMapping[str, object],
+        key: str,
+        sparse: bool,
+    ) -> None:
         self.index = index
         self.name = name
         self.param = param

@@ -112,8 +112,8 @@ def _refuse_parameter(name: str, param: torch.Tensor) -> None:
         if isinstance(hook, GradientHook):
             raise ValueError(f"parameter {name} is attached already; call detach() on that GradSync first")
         raise ValueError(
-            f"parameter {name} has a post-accumulate hook of its own ({hook!r}), which would see the gradient before it is "
-            "averaged; remove it, and attach it after backward() or in an optimizer hook instead"
+            f"parameter {name} has a post-accumulate hook of its own ({hook!r}), which would see the gradient "
+            "before it is averaged; remove it, and attach it after backward() or in an optimizer hook instead"
         )
 
 
@@ -126,8 +126,8 @@ def _refuse_optimizers(entries: list[Entry], optimizers: Sequence[Optimizer], ig
             for param in group["params"]:
                 if id(param) not in known:
                     raise ValueError(
-                        f"{type(optimizer).__name__} holds a parameter of shape {tuple(param.shape)} that the model does not "
-                        "have; make the optimizer from this model's parameters, after any change to them"
+                        f"{type(optimizer).__name__} holds a parameter of shape {tuple(param.shape)} that the model "
+                        "does not have; make the optimizer from this model's parameters, after any change to them"
                     )
 
 

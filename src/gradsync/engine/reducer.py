@@ -106,8 +106,8 @@ class Reducer:
             return
         if bucket.index < self._next:
             raise BackwardAborted(
-                f"{self.lane.place(bucket.index)} a gradient of {entry.name} arrived after its bucket had left: its hook "
-                "fired twice in one backward, which happens when a weight is shared between segments under "
+                f"{self.lane.place(bucket.index)} a gradient of {entry.name} arrived after its bucket had left: its "
+                "hook fired twice in one backward, which happens when a weight is shared between segments under "
                 "reentrant checkpointing. Skip this batch (the next forward drops it on every rank, and from "
                 "then on the bucket waits), or use checkpoint(..., use_reentrant=False)"
             )
@@ -132,7 +132,7 @@ class Reducer:
 
     # The end of backward, in three phases: see [Three phases] in hooks.py
 
-    def launch_rest(self, micro_batches: int, flags: Flag = Flag(0), source: int = 0) -> None:
+    def launch_rest(self, micro_batches: int, flags: Flag = Flag.NONE, source: int = 0) -> None:
         """Phase one, which never waits: what has not left leaves, and the header.
 
         `source` is the rank whose buffers count.
@@ -192,13 +192,22 @@ class Reducer:
         weight = 0.0 if flags & (Flag.SHADOW | Flag.ABORTED) else 1.0 if self.weight is None else self.weight
         digest = _NO_DIGEST if self.learned else _digest(self.entries)
         head = Head(
-            self.lane.step, self._layout.schedule, weight, self.backwards, self._nonfinite, micro_batches, flags, digest
+            self.lane.step,
+            self._layout.schedule,
+            weight,
+            self.backwards,
+            self._nonfinite,
+            micro_batches,
+            flags,
+            digest,
         )
         row = pack_header(head, self.marks)
         rows = torch.empty(self.lane.groups.size, HEAD_NBYTES + len(self.marks), dtype=torch.uint8)
         control = self.lane.groups.control
         ticket = self.lane.launch(
-            lambda: dist.all_gather(list(rows), row, group=control, async_op=True), "the step header", row.numel()
+            lambda: dist.all_gather(list(rows), row, group=control, async_op=True),
+            "the step header",
+            row.numel(),
         )
         self._header = (ticket, rows)
 
@@ -215,7 +224,10 @@ class Reducer:
         aborted = headers.flagged(Flag.ABORTED)
         if aborted:
             who = listed([ranks[rank] for rank in aborted])
-            warnings.warn(f"{self.lane.place()} backward did not finish on {who}: the batch is skipped on every rank", stacklevel=2)
+            warnings.warn(
+                f"{self.lane.place()} backward did not finish on {who}: the batch is skipped on every rank",
+                stacklevel=2,
+            )
             return False
         try:
             check_headers(headers, self._names, ranks)
@@ -231,7 +243,8 @@ class Reducer:
             return True
         for rank, head in enumerate(headers.heads):
             if head.nonfinite >= 0:
-                who = f"rank {self.lane.groups.ranks[rank]} has NaN or Inf in the gradient of {self._names[head.nonfinite]}"
+                name = self._names[head.nonfinite]
+                who = f"rank {self.lane.groups.ranks[rank]} has NaN or Inf in the gradient of {name}"
                 if self._guard.nonfinite == "raise":
                     raise NonFinite(f"{self.lane.place()} {who}; no rank has applied this step")
                 warnings.warn(f"{self.lane.place()} {who}: the step is skipped on every rank", stacklevel=2)

@@ -64,7 +64,10 @@ def broadcast_optimizer(lane: Lane, optimizer: Optimizer, source: int) -> list[s
     State that only the source has (it alone loaded a checkpoint) is created on the others.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    mine = {"groups": _hyper_parameters(optimizer), "state": [_describe(optimizer.state.get(p, {})) for p in parameters]}
+    mine = {
+        "groups": _hyper_parameters(optimizer),
+        "state": [_describe(optimizer.state.get(p, {})) for p in parameters],
+    }
     theirs = json.loads(_broadcast_text(lane, json.dumps(mine), source))
     differing = []
     for group, values in zip(optimizer.param_groups, theirs["groups"], strict=True):
@@ -152,7 +155,12 @@ def _describe(state: dict[str, Any]) -> dict[str, Any]:
     described: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
-            described[key] = ("tensor", str(value.dtype).removeprefix("torch."), list(value.shape), value.device.type)
+            described[key] = (
+                "tensor",
+                str(value.dtype).removeprefix("torch."),
+                list(value.shape),
+                value.device.type,
+            )
         elif _is_plain(value):
             described[key] = ("value", _plain(value))
     return described

@@ -203,8 +203,8 @@ class GradSync:
             self._drop_aborted()
         if self._unsynchronized:
             raise GradSyncError(
-                f"{self._lane.place()} optimizer.step() would apply gradients that only this rank has: its last backward "
-                "ran under no_sync(). Run the last backward of a step outside of it, or call drain()"
+                f"{self._lane.place()} optimizer.step() would apply gradients that only this rank has: its last "
+                "backward ran under no_sync(). Run the last backward of a step outside of it, or call drain()"
             )
         if self._seen_backwards[id(optimizer)] == self._num_backwards:
             # No gradient arrived since the last step: the loss touched no parameter. The others wait for us.
@@ -264,7 +264,7 @@ class GradSync:
         self._unsynchronized = False
         self._active = None
 
-    def _synchronize_now(self, flags: Flag = Flag(0)) -> None:
+    def _synchronize_now(self, flags: Flag = Flag.NONE) -> None:
         """A whole synchronization outside of backward, with the gradients as they stand."""
         micro_batches = self._window.micro_batches if self._window.k > 1 else 1
         with self._failing():
@@ -345,8 +345,8 @@ class GradSync:
         for entry in self._entries:
             if entry.owner[entry.key] is not entry.param:
                 raise GradSyncError(
-                    f"{self._lane.place()} parameter {entry.name} was replaced after attach, so its gradient would not be "
-                    "averaged; call sync.detach() before you change the model and attach again after"
+                    f"{self._lane.place()} parameter {entry.name} was replaced after attach, so its gradient would not "
+                    "be averaged; call sync.detach() before you change the model and attach again after"
                 )
         trainable = [entry.param.requires_grad for entry in self._entries]
         if trainable != self._trainable:

@@ -63,10 +63,16 @@ def _explain_parameters(tables: list[list[dict[str, Any]]], ranks: list[int]) ->
                 continue
             usual, those, other, these = majority(values, ranks)
             if key == "name":
-                return f"parameter {index} is {json.dumps(usual)} on {those} but {json.dumps(other)} on {these}; {advice}, in the same order"
-            return f'parameter {index} ("{rows[0]["name"]}") has {key} {usual} on {those} but {other} on {these}; {advice}'
+                difference = f"{json.dumps(usual)} on {those} but {json.dumps(other)} on {these}"
+                return f"parameter {index} is {difference}; {advice}, in the same order"
+            return (
+                f'parameter {index} ("{rows[0]["name"]}") has {key} {usual} on {those} but {other} on {these}; {advice}'
+            )
     counts = [len(table) for table in tables]
     usual, those, other, these = majority(counts, ranks)
     longest = max(tables, key=len)
     first = longest[min(counts)]["name"]
-    return f'{those} have {usual} parameters but {these} has {other} (the first that is not everywhere is "{first}"); {advice}'
+    return (
+        f"{those} have {usual} parameters but {these} has {other} "
+        f'(the first that is not everywhere is "{first}"); {advice}'
+    )

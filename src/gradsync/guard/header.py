@@ -31,6 +31,7 @@ class Mark(enum.IntFlag):
 class Flag(enum.IntFlag):
     """What a rank says of its whole step."""
 
+    NONE = 0
     ABORTED = 1  # its backward raised: nobody may use this step
     WEIGHTED = 2  # its batch weight was set by the user
     SHADOW = 4  # it is out of data and only keeps the others company

@@ -38,9 +38,7 @@ _TIMEOUT = timedelta(minutes=10)
 _IFNAME = "GLOO_SOCKET_IFNAME"
 
 
-def init(
-    backend: str | None = None, timeout: float | timedelta | None = None, host: str | None = None
-) -> None:
+def init(backend: str | None = None, timeout: float | timedelta | None = None, host: str | None = None) -> None:
     """Make the default process group from torchrun's, SLURM's or MPI's environment, or adopt it.
 
     Without a launcher this is one rank: a group without any port, silent. With one, either all ranks

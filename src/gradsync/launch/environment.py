@@ -203,9 +203,7 @@ def _slurm_master(env: Mapping[str, str]) -> str:
             try:
                 hosts = list(islice(expand_hosts(env[name]), 2))
             except ValueError as error:
-                raise LaunchError(
-                    f"{name} cannot be read, {error}; set MASTER_ADDR to rank 0's host"
-                ) from None
+                raise LaunchError(f"{name} cannot be read, {error}; set MASTER_ADDR to rank 0's host") from None
             return hosts[0] if len(hosts) > 1 else _LOOPBACK
     raise LaunchError(
         "SLURM started several tasks but SLURM_STEP_NODELIST is not set: set MASTER_ADDR to rank 0's host"
@@ -237,7 +235,5 @@ def _port(env: Mapping[str, str], job: str) -> int:
 def _number(env: Mapping[str, str], name: str) -> int:
     text = env.get(name)
     if text is None or not (text.isascii() and text.isdigit()):
-        raise LaunchError(
-            f"{name} must be a whole number, got {text!r}: the launcher's environment is damaged"
-        )
+        raise LaunchError(f"{name} must be a whole number, got {text!r}: the launcher's environment is damaged")
     return int(text)

@@ -51,8 +51,7 @@ class Rendezvous:
         self._task = task
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout.total_seconds()
-        store = self._bounded(self._open)
-        self.store = self._bounded(lambda: self._meet(PrefixStore(f"gradsync/{task.job}", store)))
+        self.store = self._bounded(self._join)
 
     def exchange(self, tag: str, record: Record) -> list[Record]:
         """Every rank's record, in the order of ranks. Through rank 0, so n ranks read n messages each."""
@@ -62,6 +61,15 @@ class Rendezvous:
         """Before rank 0 gives up: let the others read the records of `tag`, from which they see the same."""
         if self._task.rank == 0:
             self._bounded(lambda: self._await_seen(self.store, tag))
+
+    def _join(self) -> Store:
+        while True:
+            try:
+                return self._meet(PrefixStore(f"gradsync/{self._task.job}", self._open()))
+            except dist.DistError:
+                # The store that rank 0 kept for an earlier group ended under us; its next one will come.
+                if self._task.rank == 0 or time.monotonic() >= self._deadline:
+                    raise
 
     def _open(self) -> Store:
         task = self._task
@@ -189,9 +197,7 @@ class Rendezvous:
         thread.join(max(0.0, self._deadline - time.monotonic()) + 2 * _FAREWELL_S)
         where = f"{self._task.address}:{self._task.port}"
         if thread.is_alive():
-            raise self._error(
-                f"the store at {where} stopped answering: see whether rank 0's process is stopped"
-            )
+            raise self._error(f"the store at {where} stopped answering: see whether rank 0's process is stopped")
         if errors and isinstance(errors[0], LaunchError):
             raise errors[0]
         if errors and isinstance(errors[0], (dist.DistError, OSError)):

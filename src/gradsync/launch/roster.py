@@ -64,8 +64,7 @@ def _refuse_backends(peers: Sequence[Peer], seats: Sequence[Seat]) -> str | None
     for rank, peer in enumerate(peers):
         if peer.backend != asked:
             return (
-                f"the ranks call init with different backends: rank 0 with {asked!r}, "
-                f"rank {rank} with {peer.backend!r}"
+                f"the ranks call init with different backends: rank 0 with {asked!r}, rank {rank} with {peer.backend!r}"
             )
     if asked is None or backends_by_device(asked).get("cuda") != "nccl":
         return None

@@ -64,7 +64,10 @@ class Window:
 
     def state_dict(self) -> dict[str, object]:
         """What a window in the middle must not lose over a checkpoint."""
-        return {"backwards": self.backwards, "hidden": {name: grad.clone() for name, grad in self._hidden.items()}}
+        return {
+            "backwards": self.backwards,
+            "hidden": {name: grad.clone() for name, grad in self._hidden.items()},
+        }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         backwards, hidden = state["backwards"], state["hidden"]

@@ -48,7 +48,12 @@ class Recorder:
             self._events[0].record()
 
     def finish_step(
-        self, step: int, spans: Iterable[tuple[float, float]], nbytes: int, num_buckets: int, held_up_by: str | None
+        self,
+        step: int,
+        spans: Iterable[tuple[float, float]],
+        nbytes: int,
+        num_buckets: int,
+        held_up_by: str | None,
     ) -> None:
         """The gradients are averaged: close the record."""
         now = time.perf_counter()

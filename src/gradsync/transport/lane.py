@@ -63,7 +63,9 @@ class Lane:
         self._timeout = timeout
         self.describe: Callable[[int], str] = lambda bucket: f"bucket {bucket}"
 
-    def launch(self, issue: Callable[[], dist.Work], what: str, nbytes: int, bucket: int = -1, on_host: bool = True) -> Ticket:
+    def launch(
+        self, issue: Callable[[], dist.Work], what: str, nbytes: int, bucket: int = -1, on_host: bool = True
+    ) -> Ticket:
         """Issue a collective now; `what` is how an error names it."""
         try:
             return Ticket(issue(), what, bucket, nbytes, on_host)
@@ -112,8 +114,8 @@ class Lane:
                 warned = True
                 late = "; ".join(self._doing(rank) for rank in self._late())
                 warnings.warn(
-                    f"{self.place(ticket.bucket)} has waited {waited:.0f} s for {self._name(ticket.what, ticket.bucket)}: "
-                    f"{late or 'every rank is here'}",
+                    f"{self.place(ticket.bucket)} has waited {waited:.0f} s for "
+                    f"{self._name(ticket.what, ticket.bucket)}: {late or 'every rank is here'}",
                     stacklevel=2,
                 )
         self.liveness.watch(False)
@@ -123,8 +125,9 @@ class Lane:
             self._raise_lost(culprits, what, bucket, error)
         self.fail()
         raise SyncTimeout(
-            f"{self.place(bucket)} the transport failed in {self._name(what, bucket)} ({_first_line(error)}), though every "
-            "rank gives signs of life; look at the network between the hosts, then resume from the last checkpoint",
+            f"{self.place(bucket)} the transport failed in {self._name(what, bucket)} ({_first_line(error)}), "
+            "though every rank gives signs of life; look at the network between the hosts, then resume from the last "
+            "checkpoint",
             [],
         ) from error
 

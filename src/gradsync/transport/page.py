@@ -80,9 +80,7 @@ class Page:
 
     def write(self, state: State) -> None:
         culprits = state.culprits[:_MAX_CULPRITS]
-        _STATE.pack_into(
-            self._memory, _HEAD.size, state.beat, state.step, state.phase, state.bucket, len(culprits)
-        )
+        _STATE.pack_into(self._memory, _HEAD.size, state.beat, state.step, state.phase, state.bucket, len(culprits))
         struct.pack_into(f"<{len(culprits)}i", self._memory, _HEAD.size + _STATE.size, *culprits)
 
     def read(self) -> State:

@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Protocol
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from gradsync.transport.page import Page, Phase, State
 
@@ -89,10 +90,12 @@ class Mailbox:
     makes one: a stuck mailbox only means that remote peers look silent, which is what they are.
     """
 
-    def __init__(self, store: dist.Store, prefix: str, rank: int, remote: list[int], own: Page) -> None:
+    def __init__(self, store: Store, prefix: str, rank: int, remote: list[int], own: Page) -> None:
         self.states: dict[int, State] = dict.fromkeys(remote, State(0, 0, Phase.COMPUTING, -1, ()))
         self.curious = threading.Event()  # read the peers, not only write ourselves
-        self._store = dist.PrefixStore(prefix, store.clone())
+        # A connection of its own: a call that blocks must not hold up the user's store.
+        own_connection = store.clone()  # type: ignore[attr-defined]  # missing in the stubs
+        self._store = PrefixStore(prefix, own_connection)
         self._store.set_timeout(timedelta(seconds=5))
         self._rank = rank
         self._own = own
