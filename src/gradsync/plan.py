@@ -118,15 +118,16 @@ class Plan:
             else:
                 scalars.append(f"{key} = {json.dumps(value)}\n")
         Path(path).write_text(
-            "# A gradsync plan: gs.attach(model, opt, gs.Plan.load(path))\n" + "".join(scalars + tables)
+            "# A gradsync plan: gs.attach(model, opt, gs.Plan.load(path))\n" + "".join(scalars + tables),
+            encoding="utf-8",
         )
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan from TOML."""
         try:
-            table = tomllib.loads(Path(path).read_text())
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not a TOML file: {error}") from None
         known = {f.name for f in dataclasses.fields(cls)}
         for key in table:
@@ -135,7 +136,10 @@ class Plan:
         for key, kinds in (("pace", _PACES), ("algorithm", _ALGORITHMS)):
             if key in table:
                 table[key] = _from_recipe(path, key, table[key], kinds)
-        return cls(**table)
+        try:
+            return cls(**table)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from None
 
 
 def _recipe(value: Any, kinds: dict[str, type]) -> dict[str, Any]:
@@ -144,13 +148,15 @@ def _recipe(value: Any, kinds: dict[str, type]) -> dict[str, Any]:
 
 
 def _from_recipe(path: str | Path, key: str, recipe: Any, kinds: dict[str, type]) -> Any:
-    if not isinstance(recipe, dict) or recipe.get("kind") not in kinds:
+    if not isinstance(recipe, dict) or recipe.get("kind") not in list(kinds):
         raise ValueError(f"{path}: [{key}] needs a kind, one of {', '.join(kinds)}, got {recipe!r}")
     arguments = {name: value for name, value in recipe.items() if name != "kind"}
     try:
         return kinds[recipe["kind"]](**arguments)
     except TypeError:
         raise ValueError(f"{path}: [{key}] {recipe['kind']} does not take {sorted(arguments)}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _is_int(value: object) -> bool:

@@ -31,6 +31,9 @@ from torch._C._distributed_c10d import FileStore
 
 from gradsync.errors import GradSyncError
 
+_HOLD_S = 1.0  # a rank that failed lives on this long, so that peers can read what it sent before
+_GRACE_S = 20.0  # after a failure the others have this long to fail too; longer than Guard.dead_after
+
 
 class RankFailed(GradSyncError):
     """One or more ranks raised, died or did not finish; the message holds every rank's traceback."""
@@ -103,13 +106,17 @@ class RankPool:
 
     def _worker(self, rank: int) -> _Worker:
         worker = self._workers[rank]
+        if worker is not None and not worker.alive:
+            worker.kill()
+            worker = None
         if worker is None:
             worker = self._workers[rank] = _Worker(rank, self._folder.name)
         return worker
 
     def _collect(self, workers: list[_Worker], timeout: float) -> list[Outcome]:
-        """Wait for all; once one failed the others get a few seconds to fail by themselves."""
-        deadline = time.monotonic() + timeout
+        """Wait for all; once one failed the others get a while to fail by themselves."""
+        start = time.monotonic()
+        deadline = start + timeout
         outcomes: dict[int, Outcome] = {}
         while len(outcomes) < len(workers) and (left := deadline - time.monotonic()) > 0:
             pending = [rank for rank in range(len(workers)) if rank not in outcomes]
@@ -117,11 +124,13 @@ class RankPool:
             for rank in pending:
                 if any(handle in ready for handle in workers[rank].handles()):
                     outcomes[rank] = workers[rank].outcome()
+                    if not outcomes[rank].ok:
+                        deadline = min(deadline, time.monotonic() + _GRACE_S)
+        waited = time.monotonic() - start
         for rank, worker in enumerate(workers):
             if rank not in outcomes:
-                outcomes[rank] = Outcome(
-                    False, None, f"did not finish within {timeout:g} s; its stacks:\n{worker.stacks()}"
-                )
+                text = f"did not finish within {waited:.0f} s; its stacks:\n{worker.stacks()}"
+                outcomes[rank] = Outcome(False, None, text)
         if not all(outcome.ok for outcome in outcomes.values()):
             # A rank that failed may hold half-dead groups: none of them is used again.
             for rank, worker in enumerate(workers):
@@ -156,6 +165,10 @@ class _Worker:
         assert self._process.pid is not None
         return self._process.pid
 
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
     def send(self, job: tuple[Any, ...]) -> None:
         try:
             self._connection.send(job)
@@ -172,7 +185,7 @@ class _Worker:
         try:
             if self._connection.poll():
                 return Outcome(*self._connection.recv())
-        except EOFError:
+        except (EOFError, OSError):
             pass
         self._process.join()
         code = self._process.exitcode or 0
@@ -214,8 +227,17 @@ def _serve(connection: Connection, stacks: str) -> None:
                 return
             except Exception:
                 connection.send((False, None, traceback.format_exc()))
-                continue
-            connection.send(_run(*job))
+                return
+            answer = _run(*job)
+            try:
+                connection.send(answer)
+            except Exception as error:
+                answer = (False, None, f"the value that {job[0].__name__} returned cannot be sent back: {error}")
+                connection.send(answer)
+            if not answer[0]:
+                # Its end is what makes those fail that wait for it.
+                time.sleep(_HOLD_S)
+                os._exit(1)
 
 
 def _run(
@@ -230,6 +252,8 @@ def _run(
             world_size=world_size,
             timeout=timedelta(seconds=60),
         )
+        # Nobody may be done, and close its connections, before everybody has them.
+        dist.barrier()
         value = fn(*args)
     except BaseException:
         # Not destroyed: a group with a collective under way blocks in its destructor.

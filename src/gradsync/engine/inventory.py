@@ -21,56 +21,81 @@ class Inventory(NamedTuple):
 
     entries: list[Entry]
     buffers: list[torch.Tensor]
+    buffer_names: Sequence[str] = ()
 
     def table(self, optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
-        """What ranks compare: one row per parameter."""
-        groups = _groups_of(optimizers)
-        return [
-            {
-                "name": entry.name,
-                "shape": list(entry.param.shape),
-                "dtype": str(entry.param.dtype).removeprefix("torch."),
+        """What ranks compare: one row per parameter and per buffer."""
+        places = _places_in(optimizers)
+        parameters = [
+            _row("parameter", entry.name, entry.param)
+            | {
                 "requires_grad": entry.param.requires_grad,
-                "device": entry.param.device.type,
                 "sparse": entry.sparse,
-                "optimizer": groups.get(id(entry.param), []),
+                "optimizer": ", ".join(places.get(id(entry.param), ["none"])),
             }
             for entry in self.entries
         ]
+        buffers = [_row("buffer", name, each) for name, each in zip(self.buffer_names, self.buffers, strict=True)]
+        return parameters + buffers
 
 
 def take_inventory(model: torch.nn.Module, optimizers: Sequence[Optimizer], ignore: Iterable[Any]) -> Inventory:
     """Look at everything; raise ValueError with the way out where we cannot serve."""
     _refuse_wrappers(model)
-    ignored = list(ignore)
-    names = {name for name in ignored if isinstance(name, str)}
-    tensors = {id(tensor) for tensor in ignored if isinstance(tensor, torch.Tensor)}
+    ignored = _read_ignore(model, ignore)
     entries: list[Entry] = []
-    buffers: list[torch.Tensor] = []
-    seen: set[int] = set()
-    found: set[str] = set()
+    buffers: dict[str, torch.Tensor] = {}
+    seen = set(ignored)
     for prefix, module in model.named_modules():
         sparse = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
         for key, param in module._parameters.items():
-            name = _clean(f"{prefix}.{key}" if prefix else key)
-            found.add(name)
-            if param is None or id(param) in seen or name in names or id(param) in tensors:
+            if param is None or id(param) in seen:
                 continue
             seen.add(id(param))
+            name = _clean(f"{prefix}.{key}" if prefix else key)
             _refuse_parameter(name, param)
             entries.append(Entry(len(entries), name, param, module._parameters, key, sparse))
         for key, buffer in module._buffers.items():
+            if buffer is None or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
             name = _clean(f"{prefix}.{key}" if prefix else key)
-            found.add(name)
-            if buffer is not None and id(buffer) not in seen and name not in names and id(buffer) not in tensors:
-                seen.add(id(buffer))
-                buffers.append(buffer)
-    if unknown := names - found:
-        raise ValueError(f"ignore names {sorted(unknown)}, which the model does not have")
+            _refuse_buffer(name, buffer)
+            buffers[name] = buffer
     if not any(entry.param.requires_grad for entry in entries):
-        raise ValueError("the model has no parameter that requires a gradient, so there is nothing to synchronize")
-    _refuse_optimizers(entries, optimizers, tensors)
-    return Inventory(entries, buffers)
+        raise ValueError(
+            "the model has no parameter that requires a gradient, so there is nothing to synchronize; "
+            "attach after parameters are made and unfrozen"
+        )
+    _refuse_optimizers(entries, optimizers, ignored)
+    return Inventory(entries, list(buffers.values()), list(buffers))
+
+
+def _read_ignore(model: torch.nn.Module, ignore: Iterable[Any]) -> set[int]:
+    """The ids of what to leave alone; a tensor with several names goes by any of them."""
+    if isinstance(ignore, str):
+        raise TypeError(f"ignore takes a list of names or tensors, got the string {ignore!r}")
+    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    named = {_clean(name): tensor for name, tensor in every}
+    ignored: set[int] = set()
+    for each in ignore:
+        if isinstance(each, torch.Tensor):
+            ignored.add(id(each))
+        elif not isinstance(each, str):
+            raise TypeError(f"ignore takes names or tensors, got {each!r}")
+        elif _clean(each) in named:
+            ignored.add(id(named[_clean(each)]))
+        else:
+            raise ValueError(
+                f"ignore names {each!r}, which the model does not have; "
+                "names are those of model.named_parameters() and model.named_buffers()"
+            )
+    return ignored
+
+
+def _row(kind: str, name: str, tensor: torch.Tensor) -> dict[str, Any]:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {"kind": kind, "name": name, "shape": list(tensor.shape), "dtype": dtype, "device": tensor.device.type}
 
 
 def _clean(name: str) -> str:
@@ -98,16 +123,31 @@ def _refuse_wrappers(model: torch.nn.Module) -> None:
             )
 
 
-def _refuse_parameter(name: str, param: torch.Tensor) -> None:
-    if isinstance(param, DTensor):
+def _refuse_form(what: str, tensor: torch.Tensor) -> None:
+    if isinstance(tensor, DTensor):
         raise ValueError(
-            f"parameter {name} is a DTensor (FSDP2 or tensor parallelism); gradsync serves replicas that hold the "
+            f"{what} is a DTensor (FSDP2 or tensor parallelism); gradsync serves replicas that hold the "
             "whole model: attach before fully_shard is not possible, use its own replication instead"
         )
-    if is_lazy(param):
-        raise ValueError(f"parameter {name} is lazy and has no shape yet; run one forward before attach")
-    if param.device.type == "meta":
-        raise ValueError(f"parameter {name} is on the meta device; call model.to_empty(device=...) and load it first")
+    if is_lazy(tensor):
+        raise ValueError(f"{what} is lazy and has no shape yet; run one forward before attach")
+    if tensor.device.type == "meta":
+        raise ValueError(f"{what} is on the meta device; call model.to_empty(device=...) and load it first")
+
+
+def _refuse_buffer(name: str, buffer: torch.Tensor) -> None:
+    _refuse_form(f"buffer {name}", buffer)
+    if buffer.layout != torch.strided:
+        raise ValueError(f"buffer {name} is {buffer.layout}, which cannot be broadcast; name it in ignore=[...]")
+    if any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)):
+        raise ValueError(
+            f"buffer {name} is an expanded tensor whose elements share memory, so it cannot be written; "
+            "register its clone(), or name it in ignore=[...]"
+        )
+
+
+def _refuse_parameter(name: str, param: torch.Tensor) -> None:
+    _refuse_form(f"parameter {name}", param)
     for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
         if isinstance(hook, GradientHook):
             raise ValueError(f"parameter {name} is attached already; call detach() on that GradSync first")
@@ -131,11 +171,11 @@ def _refuse_optimizers(entries: list[Entry], optimizers: Sequence[Optimizer], ig
                     )
 
 
-def _groups_of(optimizers: Sequence[Optimizer]) -> dict[int, list[list[int]]]:
-    """Which optimizer and which of its groups hold each parameter."""
-    groups: dict[int, list[list[int]]] = {}
+def _places_in(optimizers: Sequence[Optimizer]) -> dict[int, list[str]]:
+    """Where each parameter stands: in which optimizer, in which of its groups, at which place."""
+    places: dict[int, list[str]] = {}
     for i, optimizer in enumerate(optimizers):
         for j, group in enumerate(optimizer.param_groups):
-            for param in group["params"]:
-                groups.setdefault(id(param), []).append([i, j])
-    return groups
+            for k, param in enumerate(group["params"]):
+                places.setdefault(id(param), []).append(f"{i} ({type(optimizer).__name__}) group {j} place {k}")
+    return places

@@ -23,7 +23,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from gradsync.engine.bucket import Bucket, Entry, Layout
 from gradsync.engine.replicas import Buffers
@@ -205,7 +204,7 @@ class Reducer:
         rows = torch.empty(self.lane.groups.size, HEAD_NBYTES + len(self.marks), dtype=torch.uint8)
         control = self.lane.groups.control
         ticket = self.lane.launch(
-            lambda: dist.all_gather(list(rows), row, group=control, async_op=True),
+            lambda: control.gather(rows, row),
             "the step header",
             row.numel(),
         )
@@ -321,11 +320,8 @@ class Reducer:
 
     def _learn_order(self) -> None:
         """The order in which gradients arrived on rank 0; what did not arrive comes last."""
-        missing = [index for index in self.order if index not in set(self._arrivals)]
-        order = torch.tensor(self._arrivals + missing, dtype=torch.int64)
-        group = self.lane.groups.control
-        root = self.lane.groups.ranks[0]
-        self.lane.run(lambda: dist.broadcast(order, root, group=group, async_op=True), "the order of the buckets")
+        order = torch.tensor(list(dict.fromkeys(self._arrivals + self.order)), dtype=torch.int64)
+        self.lane.run(lambda: self.lane.groups.control.broadcast(order, 0), "the order of the buckets")
         self.order = order.tolist()
 
     def lay_out(self) -> None:
@@ -398,7 +394,7 @@ class Reducer:
 
     def _on_device(self) -> bool:
         """Whether the host only queues the waiting, and a device does it."""
-        return any(not self.lane.groups.on_host(kind) for kind in self.lane.groups.data)
+        return any(not channel.on_host for channel in self.lane.groups.data.values())
 
     def _close_record(self) -> None:
         spans = [(t.launched_at, t.finished_at) for t in self._tickets if t.finished_at]

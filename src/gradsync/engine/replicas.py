@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
+from gradsync.guard.agreement import Document, agree, majority
 from gradsync.transport.lane import Lane, Ticket
 
 _CHUNK_NBYTES = 64 << 20
@@ -64,20 +64,23 @@ def broadcast_optimizer(lane: Lane, optimizer: Optimizer, source: int) -> list[s
     State that only the source has (it alone loaded a checkpoint) is created on the others.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    agree(lane, {"groups": [len(group["params"]) for group in optimizer.param_groups]}, _explain_groups)
     mine = {
         "groups": _hyper_parameters(optimizer),
         "state": [_describe(optimizer.state.get(p, {})) for p in parameters],
     }
     theirs = json.loads(_broadcast_text(lane, json.dumps(mine), source))
+    _refuse_what_cannot_travel(optimizer, theirs["state"])
     differing = []
     for group, values in zip(optimizer.param_groups, theirs["groups"], strict=True):
         for key, value in values.items():
-            if _plain(group[key]) != value:
+            if key not in group or _plain(group[key]) != value:
                 differing.append(key)
                 _assign(group, key, value)
     tensors = []
     for parameter, described in zip(parameters, theirs["state"], strict=True):
-        _shape_state(optimizer, parameter, described)
+        if lane.groups.rank != source:
+            _shape_state(optimizer, parameter, described)
         if described:
             state = optimizer.state[parameter]
             tensors += [state[key] for key, (kind, *_) in described.items() if kind == "tensor"]
@@ -87,12 +90,8 @@ def broadcast_optimizer(lane: Lane, optimizer: Optimizer, source: int) -> list[s
 
 def _launch_broadcast(lane: Lane, tensors: list[torch.Tensor], source: int, what: str) -> tuple[torch.Tensor, Ticket]:
     flat = torch.cat([_bytes_of(tensor) for tensor in tensors])
-    kind = flat.device.type
-    group, root = lane.groups.data.get(kind, lane.groups.control), lane.groups.ranks[source]
-    on_host = kind not in lane.groups.data or lane.groups.on_host(kind)
-    ticket = lane.launch(
-        lambda: dist.broadcast(flat, root, group=group, async_op=True), what, flat.numel(), on_host=on_host
-    )
+    channel = lane.groups.data.get(flat.device.type, lane.groups.control)
+    ticket = lane.launch(lambda: channel.broadcast(flat, source), what, flat.numel(), on_host=channel.on_host)
     return flat, ticket
 
 
@@ -114,11 +113,11 @@ def _unpack(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
 def _broadcast_text(lane: Lane, text: str, source: int) -> str:
     data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
     length = torch.tensor([data.numel()])
-    group, root = lane.groups.control, lane.groups.ranks[source]
+    control = lane.groups.control
     what = "the optimizer's hyper-parameters"
-    lane.run(lambda: dist.broadcast(length, root, group=group, async_op=True), what)
+    lane.run(lambda: control.broadcast(length, source), what)
     received = data if lane.groups.rank == source else torch.empty(int(length), dtype=torch.uint8)
-    lane.run(lambda: dist.broadcast(received, root, group=group, async_op=True), what)
+    lane.run(lambda: control.broadcast(received, source), what)
     return bytes(received.numpy()).decode()
 
 
@@ -144,10 +143,11 @@ def _plain(value: Any) -> Any:
 
 
 def _assign(group: dict[str, Any], key: str, value: Any) -> None:
-    if isinstance(group[key], torch.Tensor):
-        group[key].fill_(value)
+    current = group.get(key)
+    if isinstance(current, torch.Tensor):
+        current.fill_(value)
     else:
-        group[key] = tuple(value) if isinstance(group[key], tuple) else value
+        group[key] = tuple(value) if isinstance(current, tuple) else value
 
 
 def _describe(state: dict[str, Any]) -> dict[str, Any]:
@@ -163,7 +163,28 @@ def _describe(state: dict[str, Any]) -> dict[str, Any]:
             )
         elif _is_plain(value):
             described[key] = ("value", _plain(value))
+        else:
+            described[key] = ("other", type(value).__name__)
     return described
+
+
+def _explain_groups(documents: list[Document], ranks: list[int]) -> str:
+    sizes, those, others, these = majority([document["groups"] for document in documents], ranks)
+    return (
+        f"an optimizer has groups of {sizes} parameters on {those} but of {others} on {these}; "
+        "make the same optimizers with the same groups on every rank"
+    )
+
+
+def _refuse_what_cannot_travel(optimizer: Optimizer, states: list[dict[str, Any]]) -> None:
+    """Every rank sees the source's description, so every rank raises."""
+    for described in states:
+        for key, (kind, *rest) in described.items():
+            if kind == "other":
+                raise ValueError(
+                    f"the state {key!r} of {type(optimizer).__name__} is a {rest[0]}, which cannot be sent to other "
+                    "ranks; attach before its first step, or load it on every rank and do not pass it to attach"
+                )
 
 
 def _shape_state(optimizer: Optimizer, parameter: torch.Tensor, described: dict[str, Any]) -> None:
@@ -180,6 +201,15 @@ def _shape_state(optimizer: Optimizer, parameter: torch.Tensor, described: dict[
             continue
         dtype, shape, device = getattr(torch, rest[0]), tuple(rest[1]), rest[2]
         current = state.get(key)
-        if not isinstance(current, torch.Tensor) or current.shape != shape or current.dtype != dtype:
+        if not isinstance(current, torch.Tensor) or (current.shape, current.dtype, current.device.type) != (
+            shape,
+            dtype,
+            device,
+        ):
             where = parameter.device if device == parameter.device.type else torch.device(device)
-            state[key] = torch.zeros(shape, dtype=dtype, device=where)
+            # With the parameter's strides where it has its shape: a fused optimizer needs them alike.
+            state[key] = (
+                torch.zeros_like(parameter, dtype=dtype, device=where, requires_grad=False)
+                if parameter.shape == shape
+                else torch.zeros(shape, dtype=dtype, device=where)
+            )

@@ -119,6 +119,7 @@ class GradSync:
 
     def drain(self) -> None:
         """Synchronize what was accumulated so far, on every rank: the short last window of `accumulate(k)`."""
+        self._num_backwards += 1  # the step() that follows missed nothing
         if self._window.k > 1 or self._unsynchronized:
             self._vote_if_joining()
             self._window.show(self._parameters())
@@ -164,7 +165,7 @@ class GradSync:
             self._hooks.remove()
         self._window.show(self._parameters())
         for entry in self._entries:
-            if entry.param.grad is not None and entry.bucket is not None and entry.param.grad.data_ptr() == entry.ptr:
+            if entry.param.grad is not None and entry.param.grad._is_view():
                 entry.param.grad = entry.param.grad.clone()
         if not self._failed and self._said_goodbye():
             self._lane.liveness.close()
@@ -210,6 +211,7 @@ class GradSync:
             # No gradient arrived since the last step: the loss touched no parameter. The others wait for us.
             self._vote_if_joining()
             self._num_backwards += 1
+            self._reducer.backwards += self._window.per_batch
             self._end_of_backwards(self._window.per_batch, self._synchronize_now)
         self._seen_backwards[id(optimizer)] = self._num_backwards
 

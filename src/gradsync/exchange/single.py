@@ -38,22 +38,25 @@ def all_reduce(
     parent = dist.group.WORLD if group is None else group
     if parent is None:
         raise ValueError("there is no process group yet; call gs.init() before gs.all_reduce()")
+    if dist.get_rank(parent) < 0:
+        raise ValueError("this rank is not a member of the group given to all_reduce; only members may call it")
     size = dist.get_world_size(parent)
     if size == 1:
         return tensor
     try:
         _compare_cards(tensor, op, parent, size)
-        flat = tensor.detach().contiguous()
+        flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
         if op == "mean":
             # Divided first, as in a gradient's bucket: half types do not overflow.
-            flat = flat.mul(1.0 / size) if flat is tensor else flat.mul_(1.0 / size)
+            flat.mul_(1.0 / size)
         dist.all_reduce(flat, group=parent)
     except Disagreement:
         raise
     except RuntimeError as error:
         where = place(dist.get_rank(), dist.get_world_size())
         raise GradSyncError(
-            f"{where} all_reduce of {_describe(tensor)} failed: {str(error).splitlines()[0]}; a peer is gone or late"
+            f"{where} all_reduce of {_describe(tensor)} failed: {str(error).splitlines()[0]}; "
+            "a peer is gone or late, or the backend cannot add this dtype"
         ) from error
     with torch.no_grad():
         tensor.copy_(flat)
@@ -69,6 +72,8 @@ def _check_call(tensor: torch.Tensor, algorithm: Native | None, op: str) -> None
         raise TypeError(f"algorithm must be None or gs.native(), got {algorithm!r}")
     if op not in get_args(Op):
         raise ValueError(f'op must be "mean" or "sum", got {op!r}')
+    if tensor.dtype == torch.bool:
+        raise ValueError("torch.bool cannot be added up; pass tensor.int() instead")
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(f'the mean of {tensor.dtype} is not an integer; use op="sum" or a floating tensor')
 

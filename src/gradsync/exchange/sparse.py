@@ -7,7 +7,6 @@ rank order, so all ranks end with the same bits.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from gradsync.transport.lane import Lane
 
@@ -18,7 +17,7 @@ def average_sparse(lane: Lane, grads: list[torch.Tensor], names: list[str], scal
     mine = torch.tensor([part._nnz() for part in parts], dtype=torch.int64)
     counts = torch.empty(lane.groups.size, len(parts), dtype=torch.int64)
     lane.run(
-        lambda: dist.all_gather(list(counts), mine, group=lane.groups.control, async_op=True),
+        lambda: lane.groups.control.gather(counts, mine),
         f"the sizes of sparse gradients ({', '.join(names)})",
     )
     return [
@@ -46,7 +45,6 @@ def _gather(lane: Lane, mine: torch.Tensor, longest: int, what: str) -> torch.Te
     padded = mine.new_zeros(longest, *mine.shape[1:])
     padded[: len(mine)] = mine
     gathered = mine.new_empty(lane.groups.size, longest, *mine.shape[1:])
-    group = lane.groups.data[mine.device.type]
-    on_host = lane.groups.on_host(mine.device.type)
-    lane.run(lambda: dist.all_gather(list(gathered), padded, group=group, async_op=True), what, on_host)
+    channel = lane.groups.data[mine.device.type]
+    lane.run(lambda: channel.gather(gathered, padded), what, channel.on_host)
     return gathered

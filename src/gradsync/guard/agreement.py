@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from gradsync.errors import Disagreement, listed
 from gradsync.transport.lane import Lane
@@ -45,7 +44,7 @@ def gather_bytes(lane: Lane, mine: bytes, what: str) -> list[bytes]:
     """Every rank's bytes; all must bring equally many."""
     row = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
     rows = torch.empty(lane.groups.size, len(mine), dtype=torch.uint8)
-    lane.run(lambda: dist.all_gather(list(rows), row, group=lane.groups.control, async_op=True), what)
+    lane.run(lambda: lane.groups.control.gather(rows, row), what)
     return [bytes(each.numpy()) for each in rows]
 
 

@@ -29,7 +29,7 @@ def explain(documents: list[Document], ranks: list[int]) -> str:
     if len({d["protocol"] for d in documents}) > 1:
         usual, those, other, these = majority([d["protocol"] for d in documents], ranks)
         return (
-            f"{those} speak gradsync protocol {usual} but {these} speaks {other}; "
+            f"the gradsync protocol is {usual} on {those} but {other} on {these}; "
             "install the same gradsync on every host"
         )
     for document, rank in zip(documents, ranks, strict=True):
@@ -38,7 +38,12 @@ def explain(documents: list[Document], ranks: list[int]) -> str:
     plans = [d["plan"] for d in documents]
     if any(plan != plans[0] for plan in plans):
         return _explain_plans(plans, ranks)
-    return _explain_parameters([d["parameters"] for d in documents], ranks)
+    tables = [d["parameters"] for d in documents]
+    for kind in ("parameter", "buffer"):
+        rows = [[row for row in table if row.get("kind", "parameter") == kind] for table in tables]
+        if any(each != rows[0] for each in rows):
+            return _explain_rows(kind, rows, ranks)
+    raise AssertionError("the documents do not differ")
 
 
 def _explain_plans(plans: list[dict[str, Any]], ranks: list[int]) -> str:
@@ -53,7 +58,7 @@ def _explain_plans(plans: list[dict[str, Any]], ranks: list[int]) -> str:
     raise AssertionError("the plans do not differ")
 
 
-def _explain_parameters(tables: list[list[dict[str, Any]]], ranks: list[int]) -> str:
+def _explain_rows(kind: str, tables: list[list[dict[str, Any]]], ranks: list[int]) -> str:
     advice = "build the same model on every rank"
     for index in range(min(len(table) for table in tables)):
         rows = [table[index] for table in tables]
@@ -64,15 +69,15 @@ def _explain_parameters(tables: list[list[dict[str, Any]]], ranks: list[int]) ->
             usual, those, other, these = majority(values, ranks)
             if key == "name":
                 difference = f"{json.dumps(usual)} on {those} but {json.dumps(other)} on {these}"
-                return f"parameter {index} is {difference}; {advice}, in the same order"
-            return (
-                f'parameter {index} ("{rows[0]["name"]}") has {key} {usual} on {those} but {other} on {these}; {advice}'
-            )
+                return f"{kind} {index} is {difference}; {advice}, in the same order"
+            if key == "optimizer":
+                advice = "make the same optimizers with the same groups on every rank"
+            return f'{kind} {index} ("{rows[0]["name"]}") has {key} {usual} on {those} but {other} on {these}; {advice}'
     counts = [len(table) for table in tables]
     usual, those, other, these = majority(counts, ranks)
     longest = max(tables, key=len)
     first = longest[min(counts)]["name"]
     return (
-        f"{those} have {usual} parameters but {these} has {other} "
+        f"the model has {usual} {kind}s on {those} but {other} on {these} "
         f'(the first that is not everywhere is "{first}"); {advice}'
     )

@@ -86,11 +86,16 @@ def check_headers(headers: Headers, names: list[str], ranks: tuple[int, ...]) ->
     active = [rank for rank, head in enumerate(heads) if not head.flags & (Flag.SHADOW | Flag.ABORTED)]
     for rank in active:
         head, first = heads[rank], heads[active[0]]
-        if (head.step, head.schedule) != (first.step, first.schedule):
+        if head.step != first.step:
             raise Disagreement(
                 f"rank {ranks[rank]} is in synchronization {head.step} and rank {ranks[active[0]]} in {first.step}: "
                 "they did not call backward equally often; every rank must synchronize in every step "
                 "(for uneven inputs use `with sync.join():`)"
+            )
+        if head.schedule != first.schedule:
+            raise Disagreement(
+                f"rank {ranks[rank]} and rank {ranks[active[0]]} packed their gradients differently in synchronization "
+                f"{head.step}; detach and attach again on every rank, or resume all from the same checkpoint"
             )
         uneven = head.backwards != first.backwards and not (head.flags | first.flags) & Flag.WEIGHTED
         if uneven and head.micro_batches == first.micro_batches:

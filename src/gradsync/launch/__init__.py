@@ -131,10 +131,10 @@ def _start_together(task: Task, backend: str | None, limit: timedelta) -> None:
     _use(seat.endpoint)
     fallback, note = default_backend([seat.gpu for seat in seats])
     if backend is None and note is not None and task.rank == 0:
-        print(f"gradsync: {note}", file=sys.stderr, flush=True)
+        _say(f"gradsync: {note}")
     line = announcement(task.rank, peers, seats, backend or fallback)
     if line is not None:
-        print(line, file=sys.stderr, flush=True)
+        _say(line)
     _make_group(backend or fallback, rendezvous.store, task.rank, task.world_size, limit)
 
 
@@ -163,6 +163,12 @@ def _endpoint(task: Task, peers: list[Peer]) -> Endpoint:
         if remote is not None and not (endpoint := endpoint_towards(remote)).loopback:
             return endpoint
     return endpoint_towards(task.address)
+
+
+def _say(line: str) -> None:
+    """In one write: the ranks of all hosts often share one terminal."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def _use(endpoint: Endpoint) -> None:

@@ -40,6 +40,8 @@ Record = dict[str, Any]
 
 # How long rank 0, which may hold the store, stays for the others to read why it gives up.
 _FAREWELL_S = 2.0
+# How much longer the others wait than rank 0, so that its verdict reaches them before their own deadline.
+_GRACE_S = 1.0
 _FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.1
 
 
@@ -115,27 +117,24 @@ class Rendezvous:
             fresh = PrefixStore(nonce, store)
             self._collect(fresh, "meet", nonce)
             return fresh
-        answered = b""
-        pause = _FIRST_POLL_S
-        while time.monotonic() < self._deadline:
-            if store.check(["challenge"]):
-                challenge = store.get("challenge")
-                fresh = PrefixStore(challenge.decode(), store)
-                if challenge != answered:
-                    fresh.set(_key("meet", self._task.rank), json.dumps(nonce))
-                    answered = challenge
-                if fresh.check(["meet/all"]) and self._read(fresh, "meet", own=nonce) is not None:
-                    return fresh
+        challenge, pause = b"", _FIRST_POLL_S
+        fresh = PrefixStore("", store)
+        while time.monotonic() < self._deadline + _GRACE_S:
+            if store.check(["challenge"]) and (current := store.get("challenge")) != challenge:
+                challenge, fresh = current, PrefixStore(current.decode(), store)
+                fresh.set(_key("meet", self._task.rank), json.dumps(nonce))
+            if challenge and fresh.check(["meet/all"]) and self._read(fresh, "meet", own=nonce) is not None:
+                return fresh
             time.sleep(pause)
             pause = min(2 * pause, _LAST_POLL_S)
-        raise self._absent([0])
+        raise self._absent((challenge and self._missing(fresh, "meet")) or [0])
 
     def _exchange(self, tag: str, record: Record) -> list[Record]:
         if self._task.rank == 0:
             return self._collect(self.store, tag, record)
         self.store.set(_key(tag, self._task.rank), json.dumps(record))
-        if not self._await_keys(self.store, [f"{tag}/all"], self._deadline):
-            raise self._absent([0])
+        if not self._await_keys(self.store, [f"{tag}/all"], self._deadline + _GRACE_S):
+            raise self._absent(self._missing(self.store, tag) or [0])
         records = self._read(self.store, tag)
         assert records is not None
         return records
@@ -143,27 +142,31 @@ class Rendezvous:
     def _collect(self, store: Store, tag: str, record: Any) -> list[Any]:
         """Rank 0's part: gather and publish the records, or who did not come."""
         others = range(1, self._task.world_size)
-        keys = [_key(tag, rank) for rank in others]
-        if not self._await_keys(store, keys, self._deadline):
-            absent = [rank for rank, key in zip(others, keys, strict=True) if not store.check([key])]
-            if absent:
-                store.set(f"{tag}/all", json.dumps({"absent": absent}))
-                self._await_seen(store, tag, absent)
-                raise self._absent(absent)
-        records = [record, *(json.loads(text) for text in store.multi_get(keys))]
-        store.set(f"{tag}/all", json.dumps({"records": records}))
+        complete = self._await_keys(store, [_key(tag, rank) for rank in others], self._deadline)
+        absent = [] if complete else self._missing(store, tag)
+        present = [rank for rank in others if rank not in absent]
+        texts = store.multi_get([_key(tag, rank) for rank in present])
+        found = {0: record} | {rank: json.loads(text) for rank, text in zip(present, texts, strict=True)}
+        records = [found.get(rank) for rank in range(self._task.world_size)]
+        store.set(f"{tag}/all", json.dumps({"records": records, "absent": absent}))
+        if absent:
+            self._await_seen(store, tag, absent)
+            raise self._absent(absent)
         return records
+
+    def _missing(self, store: Store, tag: str) -> list[int]:
+        return [rank for rank in range(1, self._task.world_size) if not store.check([_key(tag, rank)])]
 
     def _read(self, store: Store, tag: str, own: Any = None) -> list[Any] | None:
         """The others' part: rank 0's verdict; None if it is of an earlier life, without our own record."""
         rank = self._task.rank
         verdict = json.loads(store.get(f"{tag}/all"))
-        if own is not None and verdict.get("records", {rank: own})[rank] != own:
+        records: list[Any] = verdict["records"]
+        if own is not None and records[rank] != own:
             return None
         store.set(f"{tag}/seen/{rank}", "")
-        if "absent" in verdict:
+        if verdict["absent"]:
             raise self._absent(verdict["absent"])
-        records: list[Any] = verdict["records"]
         return records
 
     def _await_seen(self, store: Store, tag: str, absent: list[int] | None = None) -> None:

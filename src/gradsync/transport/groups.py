@@ -3,72 +3,132 @@
 Two threads on one gloo group mix up collectives of equal size without an error; so every GradSync makes
 its own groups and never issues on the user's.
 
+Note [Names]
+    `torch.distributed.new_group` names a group by how many groups this process knows: after one was
+    destroyed a name comes back, its stale keys are still in the store, and ranks that belong to unequally
+    many groups never agree. So the backends are built here directly, each under a prefix of the store that
+    was never used before: the how-manieth attachment of these ranks it is, counted in the store itself.
+
 Note [Groups outlive the interpreter]
     Gloo cannot abort a collective: the destructor of a group with one under way waits for the peer, up to
     the group's timeout. A rank that raises in the middle of a step would then hang at interpreter exit
-    while the others wait for it. So each group carries one reference that is given back only by
-    `Groups.close()`, after everything under way has ended; without it the process just exits.
+    while the others wait for it. So each backend carries one reference that is given back only by
+    `Groups.close()`, after everything under way has ended; without it the process just exits. What is
+    still under way then is ended by cutting our own connections: see `wires`.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from gradsync.transport.wires import connections
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    BroadcastOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+    Work,
+)
+
+
+class Channel:
+    """One backend among the members of a group: the three collectives we need, each started at once."""
+
+    def __init__(self, backend: Any, on_host: bool) -> None:
+        self._backend = backend
+        self.on_host = on_host  # waiting blocks the host (gloo), or a stream (nccl)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
+
+    def sum(self, tensor: torch.Tensor) -> Work:
+        """Add up `tensor` over the ranks, in place."""
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        options = AllreduceOptions()
+        options.asyncOp = True
+        return self._backend.allreduce([real], options)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+        """Make `tensor` that of the member with index `source`, in place."""
+        options = BroadcastOptions()
+        options.rootRank = source
+        options.asyncOp = True
+        return self._backend.broadcast([tensor], options)
+
+    def gather(self, rows: torch.Tensor, row: torch.Tensor) -> Work:
+        """Fill `rows` with every member's `row`, by index."""
+        options = AllgatherOptions()
+        options.asyncOp = True
+        return self._backend.allgather([list(rows)], [row], options)
+
+    def close(self) -> None:
+        """Let go. Only when nothing is under way: see [Groups outlive the interpreter]."""
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._backend))
+        self._backend = None
+
 
 class Groups(NamedTuple):
-    """One gloo group for control, one group per device type for data, and who we are in them."""
+    """One gloo channel for control, one channel per device type for data, and who we are in them."""
 
     rank: int  # index in the group
     size: int
     ranks: tuple[int, ...]  # the members' global ranks, by index
-    control: dist.ProcessGroup
-    data: dict[str, dist.ProcessGroup]
-
-    @property
-    def all(self) -> list[dist.ProcessGroup]:
-        return [self.control, *self.data.values()]
+    control: Channel
+    data: dict[str, Channel]
 
     def close(self) -> None:
-        """Give the groups back. Only when nothing is under way on them: see [Groups outlive the interpreter]."""
-        for group in self.all:
-            ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
-
-    def on_host(self, device_type: str) -> bool:
-        """Whether waiting for a collective on these tensors blocks the host (gloo) or a stream (nccl)."""
-        return dist.get_backend(self.data[device_type]) != "nccl"
+        for channel in (self.control, *self.data.values()):
+            channel.close()
 
 
 def make_groups(parent: dist.ProcessGroup, device_types: list[str], timeout: float) -> Groups:
-    """Groups with the members of `parent`; every member must call this, others must not."""
+    """Channels among the members of `parent`; every member must call this, others must not."""
     ranks = dist.get_process_group_ranks(parent)
-    backends = {"control": "gloo"} | {kind: backend_for(parent, kind) for kind in device_types}
-    made = {}
-    for name, backend in backends.items():
-        group = dist.new_group(
-            ranks,
-            timeout=timedelta(seconds=timeout),
-            backend=backend,
-            use_local_synchronization=True,
-            group_desc=f"gradsync-{name}",
-        )
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-        made[name] = group
-    control = made.pop("control")
-    return Groups(dist.get_rank(parent), len(ranks), tuple(ranks), control, made)
+    rank, size = dist.get_rank(parent), len(ranks)
+    store = _fresh_prefix(ranks)
+    limit = timedelta(seconds=timeout)
+
+    def make(name: str, backend: str) -> Channel:
+        prefix = PrefixStore(name, store)
+        if backend == "gloo":
+            return Channel(ProcessGroupGloo(prefix, rank, size, limit), on_host=True)
+        return Channel(_nccl(prefix, rank, size, limit), on_host=False)
+
+    control = make("control", "gloo")
+    data = {kind: make(kind, _backend_for(parent, kind)) for kind in device_types}
+    return Groups(rank, size, tuple(ranks), control, data)
 
 
-def backend_for(group: dist.ProcessGroup, device_type: str) -> str:
+def _fresh_prefix(ranks: list[int]) -> Store:
+    """A part of the store that no group has used; see [Names]."""
+    store = dist.distributed_c10d._get_default_store()
+    members = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+    count = store.add(f"gradsync/groups/{members}/{dist.get_rank()}", 1)
+    return PrefixStore(f"gradsync/groups/{members}/made-{count}", store)
+
+
+def _nccl(store: Store, rank: int, size: int, limit: timedelta) -> Any:
+    from torch._C._distributed_c10d import ProcessGroupNCCL  # only in builds with NCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = limit
+    return ProcessGroupNCCL(store, rank, size, options)
+
+
+def _backend_for(group: dist.ProcessGroup, device_type: str) -> str:
     """The backend that `group` uses for tensors of this kind."""
     if device_type == "cpu":
         return "gloo"
-    return group._get_backend(torch.device(device_type)).name().lower()
+    name = group._get_backend(torch.device(device_type)).name().lower()
+    if name not in ("gloo", "nccl"):
+        raise ValueError(f"gradsync speaks gloo and nccl, but this group uses {name} for {device_type} tensors")
+    return name
 
 
 def group_timeout(group: dist.ProcessGroup) -> float:

@@ -9,13 +9,22 @@ Note [Waiting]
     here sleeps on an event that the backend's completion sets, in slices, and looks after the peers in
     between; Ctrl-C interrupts it. `work.wait()` is called only when the work has completed, to raise its
     error or to order streams.
+
+    waiting  ├─ slice ─┼─ slice ─┼─ …           ends at once when somebody is dead or silent,
+             peer gave up ├─── 1 s ───┤         a second after somebody gave up or left,
+             warn_after ──────────┤             with a warning on the way,
+             timeout ────────────────────────┤  and at the latest here
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 import warnings
+import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -26,14 +35,17 @@ from gradsync.policy import Guard
 from gradsync.transport.groups import Groups
 from gradsync.transport.liveness import Liveness
 from gradsync.transport.page import Phase
+from gradsync.transport.verdict import account, blame, is_lost, late, lost, stopped
+from gradsync.transport.wires import cut
 
 _SLICE_S = 0.1
+_GRACE_S = 1.0  # for our data to arrive after a peer gave up or left: it may have sent all of it before
 
 
 class Ticket:
     """A collective under way."""
 
-    __slots__ = ("bucket", "done", "finished_at", "launched_at", "nbytes", "on_host", "what", "work")
+    __slots__ = ("bucket", "done", "finished_at", "launched_at", "nbytes", "on_host", "succeeded", "what", "work")
 
     def __init__(self, work: dist.Work, what: str, bucket: int, nbytes: int, on_host: bool) -> None:
         self.launched_at = time.perf_counter()
@@ -43,12 +55,16 @@ class Ticket:
         self.bucket = bucket
         self.nbytes = nbytes
         self.on_host = on_host
+        self.succeeded = False
         self.done = threading.Event()
         if on_host:
             work.get_future().add_done_callback(self._completed)
 
-    def _completed(self, _: Any) -> None:
+    def _completed(self, future: Any) -> None:
         self.finished_at = time.perf_counter()
+        with contextlib.suppress(RuntimeError):
+            future.value()
+            self.succeeded = True
         self.done.set()
 
 
@@ -61,16 +77,24 @@ class Lane:
         self.step = 0
         self._guard = guard
         self._timeout = timeout
+        self._under_way: deque[Ticket] = deque()  # oldest first: an error names the first bucket among them
         self.describe: Callable[[int], str] = lambda bucket: f"bucket {bucket}"
+        # At exit: a collective that fails after the interpreter is gone would crash the process.
+        weakref.finalize(self, _abandon, self._under_way, groups, os.getpid())
 
     def launch(
         self, issue: Callable[[], dist.Work], what: str, nbytes: int, bucket: int = -1, on_host: bool = True
     ) -> Ticket:
         """Issue a collective now; `what` is how an error names it."""
         try:
-            return Ticket(issue(), what, bucket, nbytes, on_host)
+            ticket = Ticket(issue(), what, bucket, nbytes, on_host)
         except RuntimeError as error:
             self._fail(what, bucket, error)
+        while self._under_way and self._under_way[0].succeeded:
+            self._under_way.popleft()
+        if on_host:
+            self._under_way.append(ticket)
+        return ticket
 
     def wait(self, ticket: Ticket) -> None:
         """Return when the collective has completed (nccl: when the stream will wait for it)."""
@@ -100,85 +124,109 @@ class Lane:
         rank = self.groups.ranks[self.groups.rank]
         return place(rank, self.groups.size, self.step, bucket if bucket >= 0 else None)
 
+    # Waiting
+
     def _sleep_until(self, ticket: Ticket) -> None:
+        before = self.liveness.state
+        # Whoever waits is here: also in a vote or a broadcast, which are no part of a backward.
+        self.at(Phase.SYNCHRONIZING, ticket.bucket)
         self.liveness.watch(True)
         start = time.monotonic()
+        stopped_at = None
         warned = False
         while not ticket.done.wait(_SLICE_S):
-            waited = time.monotonic() - start
-            if lost := self.liveness.lost():
-                self._raise_lost(lost, ticket.what, ticket.bucket, None)
-            if waited >= self._timeout:
-                self._raise_late(waited, ticket)
-            if not warned and waited >= self._guard.warn_after:
+            now = time.monotonic()
+            sights = self.liveness.sights()
+            if culprits := lost(sights, self.step):
+                self._give_up(culprits, ticket.what, ticket.bucket)
+            if suspects := stopped(sights):
+                stopped_at = now if stopped_at is None else stopped_at
+                if now - stopped_at >= _GRACE_S:
+                    guilty, excused = blame(sights, suspects, self.step)
+                    self._give_up(guilty or excused, ticket.what, ticket.bucket)
+            if now - start >= self._timeout:
+                self._give_up(self._late(), ticket.what, ticket.bucket, waited=now - start)
+            if not warned and now - start >= self._guard.warn_after:
                 warned = True
-                late = "; ".join(self._doing(rank) for rank in self._late())
-                warnings.warn(
-                    f"{self.place(ticket.bucket)} has waited {waited:.0f} s for "
-                    f"{self._name(ticket.what, ticket.bucket)}: {late or 'every rank is here'}",
-                    stacklevel=2,
-                )
+                self._warn(now - start, ticket)
         self.liveness.watch(False)
+        self.liveness.at(self.step, before.phase, before.bucket, before.culprits)
+
+    def _late(self) -> list[int]:
+        sights = self.liveness.sights()
+        guilty, excused = blame(sights, late(sights, self.step), self.step)
+        return guilty or excused
+
+    def _warn(self, waited: float, ticket: Ticket) -> None:
+        _, what = self._stuck(ticket.what, ticket.bucket)
+        who = "; ".join(map(self._account, self._late())) or "every rank is here"
+        warnings.warn(f"{self.place(ticket.bucket)} has waited {waited:.0f} s for {what}: {who}", stacklevel=4)
+
+    # Giving up
 
     def _fail(self, what: str, bucket: int, error: RuntimeError) -> NoReturn:
-        if culprits := self.liveness.responsible():
-            self._raise_lost(culprits, what, bucket, error)
-        self.fail()
+        """The transport reported an error: it closes a connection, but does not say whose."""
+        self._give_up(self.liveness.responsible(), what, bucket, error=error)
+
+    def _give_up(
+        self,
+        culprits: list[int],
+        what: str,
+        bucket: int,
+        waited: float | None = None,
+        error: RuntimeError | None = None,
+    ) -> NoReturn:
+        sights = self.liveness.sights()
+        others = [rank for rank in culprits if rank != self.groups.rank]
+        who = "; ".join(map(self._account, others))
+        missing = any(is_lost(sights, rank) for rank in others)
+        self.liveness.at(self.step, Phase.LOST_PEER if missing else Phase.FAILED, culprits=tuple(culprits))
+        bucket, name = self._stuck(what, bucket)
+        here = self.place(bucket)
+        if others and missing:
+            raise PeerLost(
+                f"{here} {who}, while this rank was in {name}. The step cannot be completed: exit with an error and "
+                "let the launcher restart all ranks (torchrun --max-restarts) from the last checkpoint",
+                self.global_ranks(others),
+            ) from error
+        if culprits and not others:
+            raise SyncTimeout(
+                f"{here} the other ranks gave up waiting for this one, which came too late to {name}. Find out what "
+                "held it up, or allow more time with gs.Guard(timeout=seconds)",
+                self.global_ranks(culprits),
+            ) from error
+        if others or waited is not None:
+            took = f"waited {waited:.1f} s" if waited is not None else "waited"
+            raise SyncTimeout(
+                f"{here} {took} for {name}: {who or 'every rank is here, but the data does not arrive'}. "
+                "Look at what that rank does there, or allow more time with gs.Guard(timeout=seconds)",
+                self.global_ranks(others),
+            ) from error
         raise SyncTimeout(
-            f"{self.place(bucket)} the transport failed in {self._name(what, bucket)} ({_first_line(error)}), "
-            "though every rank gives signs of life; look at the network between the hosts, then resume from the last "
-            "checkpoint",
+            f"{here} the transport failed in {name} ({_first_line(error)}), though every rank gives signs of life; "
+            "look at the network between the hosts, then resume from the last checkpoint",
             [],
         ) from error
 
-    def _raise_lost(self, lost: list[int], what: str, bucket: int, cause: BaseException | None) -> NoReturn:
-        self.fail(tuple(lost))
-        who = "; ".join(self._how(rank) for rank in lost)
-        raise PeerLost(
-            f"{self.place(bucket)} {who}, while this rank was in {self._name(what, bucket)}. "
-            "The step cannot be completed: exit with an error and let the launcher restart all ranks "
-            "(torchrun --max-restarts) from the last checkpoint",
-            self.global_ranks(lost),
-        ) from cause
-
-    def _raise_late(self, waited: float, ticket: Ticket) -> NoReturn:
-        late = self._late()
-        self.fail(tuple(late))
-        who = "; ".join(self._doing(rank) for rank in late) or "every rank is here, but the data does not arrive"
-        raise SyncTimeout(
-            f"{self.place(ticket.bucket)} waited {waited:.1f} s for {self._name(ticket.what, ticket.bucket)}: {who}. "
-            "Look at what that rank does there, or allow more time with gs.Guard(timeout=seconds)",
-            self.global_ranks(late),
-        )
-
-    def _late(self) -> list[int]:
-        """Ranks that are not in this synchronization (yet, or any more)."""
-        here = (self.step, Phase.SYNCHRONIZING)
-        return [r for r, state in self.liveness.states().items() if (state.step, state.phase) != here]
-
-    def _doing(self, rank: int) -> str:
-        state = self.liveness.states()[rank]
+    def _account(self, rank: int) -> str:
+        sights = self.liveness.sights()
         name = listed(self.global_ranks([rank]))
-        if state.phase == Phase.LEFT:
-            return f"{name} has left"
-        if state.phase == Phase.FAILED:
-            return f"{name} failed in step {state.step}"
-        return f"{name} is alive but still {state.phase} in step {state.step}"
+        return account(sights[rank], name, self.liveness.pid(rank), is_lost(sights, rank))
 
-    def _how(self, rank: int) -> str:
-        name = listed(self.global_ranks([rank]))
-        pid = self.liveness.pid(rank)
-        peer = self.liveness.states().get(rank)
-        if peer is not None and peer.phase == Phase.LEFT:
-            return f"{name} detached or ended in step {peer.step}"
-        where = f" (pid {pid})" if pid is not None else ""
-        if self.liveness.is_dead(rank):
-            return f"{name}{where} died in step {peer.step if peer else '?'}"
-        return f"{name}{where} gave no sign of life for {self._guard.dead_after:g} s"
-
-    def _name(self, what: str, bucket: int) -> str:
-        return self.describe(bucket) if bucket >= 0 else what
+    def _stuck(self, what: str, bucket: int) -> tuple[int, str]:
+        """The oldest bucket that has not come through, or else what is being waited for; with its name."""
+        stuck = next((t.bucket for t in self._under_way if t.bucket >= 0 and not t.succeeded), bucket)
+        return stuck, self.describe(stuck) if stuck >= 0 else what
 
 
-def _first_line(error: BaseException) -> str:
+def _abandon(under_way: deque[Ticket], groups: Groups, pid: int) -> None:
+    """End what is still under way."""
+    # A forked child has the same sockets, and ends without touching them.
+    if os.getpid() == pid and not all(ticket.done.is_set() for ticket in under_way):
+        cut(groups.wires)
+        for ticket in under_way:
+            ticket.done.wait(_GRACE_S)
+
+
+def _first_line(error: BaseException | None) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

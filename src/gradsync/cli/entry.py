@@ -1,0 +1,74 @@
+"""`gradsync`: finds the command, runs it, and turns what went wrong into an exit code.
+
+0    done
+1    the run itself failed
+2    bad input, with one sentence
+130  Ctrl-C        143  SIGTERM
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from argparse import RawDescriptionHelpFormatter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from types import FrameType
+
+from gradsync.cli import demo
+from gradsync.cli.arguments import BadInput, Parser
+from gradsync.errors import GradSyncError
+
+_EXAMPLE = """\
+example:
+  gradsync demo            train a small model on 2 processes of this machine, with and without gradsync
+  gradsync demo --help     what can be changed about it
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code."""
+    try:
+        with _terminable():
+            options = _parser().parse_args(arguments)
+            return int(options.run(options))
+    except BadInput as error:
+        print(error, file=sys.stderr)
+        return 2
+    except GradSyncError as error:
+        print(f"gradsync: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="gradsync",
+        description="Keeps the replicas of a data-parallel PyTorch training run in step, and says what that costs.",
+        epilog=_EXAMPLE,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"gradsync {version('gradsync')}")
+    parser.set_defaults(run=_no_command)
+    demo.add_parser(parser.add_subparsers(title="commands", metavar="COMMAND"))
+    return parser
+
+
+def _no_command(_: object) -> int:
+    raise BadInput("gradsync: name a command, for example: gradsync demo; see gradsync --help")
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM (from `timeout`, say) unwinds as an exception, so that ranks and files are cleaned up."""
+
+    def terminate(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,40 @@
+"""How far apart two copies of a model are, measured on all parameters as one vector."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A difference of weights; `relative` is its norm over the norm of the weights."""
+
+    identical: bool  # bit for bit
+    max_abs: float
+    relative: float
+
+
+def flatten(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+    """All parameters as one vector, a copy."""
+    return torch.cat([parameter.detach().flatten() for parameter in parameters])
+
+
+def gap(first: torch.Tensor, second: torch.Tensor) -> Gap:
+    """The difference of two float32 vectors.
+
+    >>> gap(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
+    Gap(identical=False, max_abs=0.5, relative=0.1)
+    """
+    # As integers: for floats, torch.equal takes 0.0 for -0.0 and no NaN for itself.
+    identical = torch.equal(first.view(torch.int32), second.view(torch.int32))
+    difference = (first - second).double()
+    return Gap(identical, float(difference.abs().max()), float(difference.norm() / first.double().norm()))
+
+
+def widest(replicas: Sequence[torch.Tensor]) -> Gap:
+    """The largest gap between the first replica and any other."""
+    gaps = [gap(replicas[0], other) for other in replicas[1:]]
+    return Gap(all(g.identical for g in gaps), max(g.max_abs for g in gaps), max(g.relative for g in gaps))

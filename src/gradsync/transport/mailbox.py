@@ -1,0 +1,118 @@
+"""Peers of other hosts, seen through the rendezvous store by a thread of its own.
+
+Store calls may block far beyond their timeouts when the store's host is gone, so no other thread ever makes
+one: a stuck mailbox only means that nothing is heard any more, and `mute_s` tells for how long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from gradsync.transport.page import INITIAL, State, decode, encode
+
+_PERIOD_S = 0.5
+_CLOSING_S = 2.0
+
+
+class Mailbox:
+    """Writes our state to the store, and reads that of remote peers while somebody is curious."""
+
+    def __init__(self, store: Store, prefix: str, rank: int, remote: Sequence[int], own: Callable[[], State]) -> None:
+        self.states: dict[int, State] = dict.fromkeys(remote, INITIAL)
+        self.rounds = 0  # how often all peers were read
+        self.mute_s = 0.0
+        self._heard = 0
+        self._curious = False
+        # A connection of its own: a call that blocks must not hold up the user's store.
+        own_connection = store.clone()  # type: ignore[attr-defined]  # missing in the stubs
+        self._store = PrefixStore(prefix, own_connection)
+        self._store.set_timeout(timedelta(seconds=5))
+        self._rank = rank
+        self._own = own
+        self._stop = False
+        self._wake = threading.Event()
+        self._post()
+        self._thread = threading.Thread(target=self._run, name="gradsync-mailbox", daemon=True)
+        self._thread.start()
+
+    def watch(self, curious: bool) -> None:
+        """Whether to read the peers now, not only write ourselves."""
+        if curious and not self._curious:
+            self.mute_s = 0.0
+            self._curious = True
+            self._wake.set()
+        self._curious = curious
+
+    def hurry(self) -> None:
+        """Do not wait for the next turn: there is news."""
+        self._wake.set()
+
+    def listen(self, elapsed_s: float) -> None:
+        """After every tick of our own: notice whether the store still answers."""
+        answered = self.rounds != self._heard
+        self._heard = self.rounds
+        self.mute_s = self.mute_s + elapsed_s if self._curious and not answered else 0.0
+
+    def close(self) -> None:
+        """Write the last word and end, or leave the thread behind where the store does not answer."""
+        self._stop = True
+        self._wake.set()
+        self._thread.join(_CLOSING_S)
+
+    def _run(self) -> None:
+        while not self._stop:
+            self._wake.wait(_PERIOD_S)
+            self._wake.clear()
+            # A store that fails is tried again: until it answers, it counts as mute.
+            with contextlib.suppress(RuntimeError):
+                self._post()
+                if self._curious and not self._stop:
+                    self._fetch()
+        with contextlib.suppress(RuntimeError):
+            self._post()
+
+    def _post(self) -> None:
+        self._store.set(str(self._rank), encode(self._own()))  # type: ignore[arg-type]  # bytes are taken as they are
+
+    def _fetch(self) -> None:
+        records = self._store.multi_get([str(rank) for rank in self.states]) if self.states else []
+        for rank, record in zip(self.states, records, strict=True):
+            # Anybody may write to the store: what is no state changes nothing.
+            if (found := decode(bytes(record))) is not None:
+                self.states[rank] = found[1]
+        self.rounds += 1
+
+
+class RemotePeer:
+    """A rank of another host, as the mailbox last saw it."""
+
+    def __init__(self, mailbox: Mailbox, rank: int) -> None:
+        self.silent_s = 0.0
+        self._mailbox = mailbox
+        self._rank = rank
+        self._beat = -1
+        self._round = 0
+        self._unheard_s = 0.0  # since the mailbox last read it
+
+    def look(self) -> State:
+        return self._mailbox.states[self._rank]
+
+    def dead(self) -> bool:
+        return False
+
+    def listen(self, elapsed_s: float) -> None:
+        self._unheard_s += elapsed_s
+        if self._mailbox.rounds == self._round:
+            return
+        self._round = self._mailbox.rounds
+        beat = self.look().beat
+        self.silent_s = self.silent_s + self._unheard_s if beat == self._beat else 0.0
+        self._beat, self._unheard_s = beat, 0.0
+
+    def close(self) -> None:
+        pass

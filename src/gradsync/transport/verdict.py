@@ -1,0 +1,105 @@
+"""Who is to blame, as pure functions of what was seen.
+
+Blame goes to who is dead, silent or late, never to who reported. A rank that gives up writes whom it holds
+responsible, and the others take that over instead of blaming it when it exits:
+
+    rank 2   ✕ killed
+    rank 0     gave up: "rank 2"  ✕ exits
+    rank 1                            sees 0 and 2 dead, and names only rank 2
+
+Who may have stopped after giving us all we wait for is excused for a moment: it gave up or left, or it is
+already past this step. Only if that moment brings neither the data nor another culprit is it blamed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from gradsync.transport.page import Phase, State
+
+_GAVE_UP = (Phase.FAILED, Phase.LOST_PEER)
+
+
+class Sight(NamedTuple):
+    """One peer, as it was seen just now."""
+
+    state: State
+    dead: bool
+    silent: bool
+
+    @property
+    def gone(self) -> bool:
+        return self.dead or self.silent
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it takes part no more: gone, left, or gave up."""
+        return self.gone or self.state.phase == Phase.LEFT or self.state.phase in _GAVE_UP
+
+    def excused(self, step: int) -> bool:
+        """Whether it may have stopped for a reason that lies with others, or after this step was done."""
+        return self.state.phase == Phase.LEFT or self.state.phase in _GAVE_UP or self.state.step > step
+
+
+Sights = Mapping[int, Sight]
+
+
+def lost(sights: Sights, step: int) -> list[int]:
+    """Ranks that died or fell silent in the midst of this step, or before it."""
+    return [rank for rank, sight in sights.items() if sight.gone and not sight.excused(step)]
+
+
+def stopped(sights: Sights) -> list[int]:
+    """Ranks that take part no more."""
+    return [rank for rank, sight in sights.items() if sight.stopped]
+
+
+def late(sights: Sights, step: int) -> list[int]:
+    """Ranks that are not in this synchronization yet, and those that stopped."""
+    here = (step, Phase.SYNCHRONIZING)
+    return [rank for rank, (state, *_) in sights.items() if (state.step, state.phase) != here and state.step <= step]
+
+
+def blame(sights: Sights, suspects: Iterable[int], step: int) -> tuple[list[int], list[int]]:
+    """Follow what the suspects report: the guilty, and those who are excused unless nobody is guilty.
+
+    The guilty may include this rank itself, which has no sight of its own.
+    """
+    guilty, excused, seen = set[int](), set[int](), set[int]()
+    open_ = list(suspects)
+    while open_:
+        rank = open_.pop()
+        if rank in seen:
+            continue
+        seen.add(rank)
+        sight = sights.get(rank)
+        if sight is not None and sight.state.phase in _GAVE_UP and sight.state.culprits:
+            open_ += [culprit for culprit in sight.state.culprits if 0 <= culprit <= len(sights)]
+        elif sight is not None and sight.excused(step):
+            excused.add(rank)
+        else:
+            guilty.add(rank)
+    return sorted(guilty), sorted(excused)
+
+
+def is_lost(sights: Sights, rank: int) -> bool:
+    """Whether the rank will never come, as opposed to: it is late."""
+    sight = sights.get(rank)
+    reported = any(s.state.phase == Phase.LOST_PEER and rank in s.state.culprits for s in sights.values())
+    return reported or (sight is not None and sight.stopped)
+
+
+def account(sight: Sight, name: str, pid: int | None, lost: bool) -> str:
+    """What became of one rank, as part of a sentence."""
+    state = sight.state
+    who = f"{name} (pid {pid})" if pid is not None else name
+    if state.phase in _GAVE_UP:
+        return f"{who} failed in step {state.step}"
+    if state.phase == Phase.LEFT:
+        return f"{who} {'ended' if sight.dead else 'detached'} in step {state.step}"
+    if sight.dead:
+        return f"{who} died in step {state.step}"
+    if lost:
+        return f"{who} gives no sign of life, last seen {state.phase} in step {state.step}"
+    return f"{who} is alive but still {state.phase} in step {state.step}"

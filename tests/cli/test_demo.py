@@ -1,0 +1,210 @@
+"""`gradsync demo`: bad input gets a sentence, the table's claims are true, a killed rank is named, nothing is left."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gradsync.cli import demo
+from gradsync.cli.entry import main
+from gradsync.cli.story.arms import ALONE, ARMS, DDP, GRADSYNC, ONE
+from gradsync.cli.story.death import Death, Fate
+from gradsync.cli.story.model import Shape, build, loss_of
+from gradsync.cli.story.result import ArmResult, Comparison, Result, Spread
+from gradsync.cli.story.telling import sentences
+from gradsync.cli.story.text import VOCABULARY, draw, read_library
+from gradsync.cli.story.weights import Gap, gap
+from gradsync.errors import GradSyncError
+
+TINY = Shape(layers=1, width=16, heads=2, context=16, batch=2)
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Temporary files are made here, so that one can see what is left of them."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def run_tiny(capsys: pytest.CaptureFixture[str], **options: Any) -> Any:
+    """The command on a model of a few thousand parameters; its JSON."""
+    assert demo.run(argparse.Namespace(**{"ranks": 2, "kill": None, "json": True, "shape": TINY} | options)) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+# --- input ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "gradsync: name a command, for example: gradsync demo; see gradsync --help"),
+        (["dance"], "gradsync: argument COMMAND: invalid choice: 'dance'"),
+        (["demo", "--ranks", "0"], "gradsync demo: argument --ranks: needs a whole number from 2 to 16, got '0'"),
+        (["demo", "--ranks", "1"], "gradsync demo: argument --ranks: needs a whole number from 2 to 16, got '1'"),
+        (["demo", "--ranks", "two"], "gradsync demo: argument --ranks: needs a whole number from 2 to 16, got 'two'"),
+        (["demo", "--steps", "1.5"], "gradsync demo: argument --steps: needs a whole number from 6 to 100000"),
+        (["demo", "--kill", "-1"], "gradsync demo: argument --kill: needs a whole number from 0 to 15, got '-1'"),
+        (["demo", "--kill", "2"], "gradsync demo: --kill 2 names no rank: with --ranks 2 they are 0 to 1"),
+        (["demo", "--speed"], "gradsync: unrecognized arguments: --speed"),
+    ],
+)
+def test_bad_input_ends_with_2_and_one_sentence(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(sentence)
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("arguments", "example"), [(["--help"], "gradsync demo"), (["demo", "--help"], "--kill 1")])
+def test_help_has_an_example(arguments: list[str], example: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 0
+    assert example in capsys.readouterr().out.split("example:")[1]
+
+
+# --- text and model ---
+
+
+def test_text_is_the_same_at_every_reading() -> None:
+    first, second = read_library(), read_library()
+    assert torch.equal(first.train, second.train)
+    assert torch.equal(first.validation, second.validation)
+    assert int(first.train.max()) < VOCABULARY
+
+
+def test_every_tenth_file_is_held_out(tmp_path: Path) -> None:
+    for number in range(20):
+        (tmp_path / f"module_{number:02}.py").write_text(chr(ord("a") + number) * 10_000)
+    text = read_library(tmp_path)
+    assert bytes(text.validation[::10_000].tolist()) == b"jt"
+    assert bytes(text.train[::10_000].tolist()) == b"abcdefghiklmnopqrs"
+
+
+def test_missing_source_is_said() -> None:
+    with pytest.raises(GradSyncError, match="holds too little Python source to train on"):
+        read_library(Path("/nowhere"))
+
+
+def test_windows_are_shifted_by_one_and_follow_from_the_seed() -> None:
+    text = torch.arange(100, dtype=torch.uint8)
+    read, guess = draw(text, 4, 8, seed=3)
+    assert torch.equal(read + 1, guess)
+    assert torch.equal(read, draw(text, 4, 8, seed=3)[0])
+    assert not torch.equal(read, draw(text, 4, 8, seed=4)[0])
+
+
+def test_model_sees_no_later_character() -> None:
+    model = build(TINY)
+    text = torch.zeros(1, TINY.context, dtype=torch.long)
+    changed = text.clone()
+    changed[0, 10:] = 7
+    assert torch.equal(model(text)[0, :10], model(changed)[0, :10])
+    assert loss_of(model, (text, text)).isfinite()
+
+
+def test_gap_tells_zeros_of_different_sign_apart() -> None:
+    one = torch.tensor([1.0, 0.0])
+    assert gap(one, one.clone()) == Gap(True, 0.0, 0.0)
+    assert gap(one, torch.tensor([1.0, -0.0])) == Gap(False, 0.0, 0.0)
+
+
+# --- the words ---
+
+
+SAME = Gap(True, 0.0, 0.0)
+
+
+def result(over_ddp: Comparison, alone_loss: float = 2.5, from_ddp: Gap = SAME) -> Result:
+    step = Spread(50, 49, 51)
+    losses = {ONE: 2.3, ALONE: alone_loss, DDP: 2.3, GRADSYNC: 2.3}
+    replicas = {ONE: None, ALONE: Gap(False, 0.03, 0.021), DDP: SAME, GRADSYNC: SAME}
+    arms = [ArmResult(arm, step, 0.0, 0.0, losses[arm], replicas[arm]) for arm in ARMS]
+    return Result(2, 1, 100, 1000, 5.0, arms, from_ddp, over_ddp, Comparison(Spread(2, 2, 2), 20, 20), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("slower_rounds", "ratio", "verdict"),
+    [(19, 1.1, "slower."), (1, 0.9, "faster."), (12, 1.1, "no clear difference.")],
+)
+def test_words_on_speed_follow_the_rounds(slower_rounds: int, ratio: float, verdict: str) -> None:
+    told = sentences(result(Comparison(Spread(ratio, ratio, ratio), slower_rounds, 20)))[3]
+    assert told.startswith(f"A gradsync step took {ratio:.2f} times as long as one of DDP")
+    assert told.endswith(verdict)
+
+
+def test_words_do_not_claim_what_was_not_seen() -> None:
+    told = " ".join(sentences(result(Comparison(Spread(1, 1, 1), 10, 20), 2.2, Gap(False, 1e-6, 1e-7))))
+    assert "did not cost rank 0 any loss" in told
+    assert "1.0e-07 of their norm" in told
+    assert "to the last bit" not in told
+
+
+def test_a_survivor_that_says_nothing_is_counted_as_such() -> None:
+    fates = [Fate(0, "PeerLost", "rank 1 died", 0.2, True), Fate(2, None, "nothing, it still waits", 40.0, False)]
+    told = Death(DDP, 1, fates).summary()
+    assert told == "not every survivor knew after 40.00 s; 1 of 2 say that it was rank 1"
+
+
+# --- real runs ---
+
+
+def test_the_story_is_true(capsys: pytest.CaptureFixture[str], temporary: Path) -> None:
+    story = run_tiny(capsys, steps=6)
+    arms = {arm["arm"]: arm for arm in story["arms"]}
+    assert tuple(arms) == ARMS
+    assert arms[ONE]["replicas"] is None
+    assert not arms[ALONE]["replicas"]["identical"]
+    assert arms[ALONE]["replicas"]["max_abs"] > 0
+    assert arms[DDP]["replicas"]["identical"]
+    assert arms[GRADSYNC]["replicas"]["identical"]
+    assert story["gradsync_from_ddp"]["identical"]
+    assert arms[GRADSYNC]["sent_mb"] == arms[DDP]["sent_mb"] == 4 * story["num_parameters"] / 1e6
+    assert all(arm["validation_loss"] < story["loss_before"] for arm in story["arms"])
+    # One process on the joined batch is the same training, but for rounding.
+    assert arms[ONE]["validation_loss"] == pytest.approx(arms[GRADSYNC]["validation_loss"], rel=1e-4)
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_killed_rank_is_named_by_gradsync(capsys: pytest.CaptureFixture[str], temporary: Path) -> None:
+    deaths = {death["arm"]: death for death in run_tiny(capsys, kill=1)["deaths"]}
+    assert list(deaths) == [GRADSYNC, DDP]
+    [fate] = deaths[GRADSYNC]["fates"]
+    assert fate["error"] == "gradsync.errors.PeerLost"
+    assert "rank 1 (pid " in fate["message"]
+    assert fate["names_killed_rank"]
+    assert fate["seconds"] >= 0
+    assert deaths[DDP]["fates"][0]["rank"] == 0
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_demo_is_quiet_and_leaves_nothing(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import sys; from gradsync.cli.entry import main; sys.exit(main(['demo']))"]
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            assert process.stderr is not None
+            while "0 of 600" not in process.stderr.readline():
+                assert process.poll() is None
+            os.killpg(process.pid, number)  # as a terminal does: to all processes of the session
+            assert process.wait(60) == code
+            # The end of this stream comes only when every rank, which shares it, has ended.
+            assert process.stderr.read() == ""
+            assert list(tmp_path.iterdir()) == []
+        finally:
+            process.kill()

@@ -1,0 +1,130 @@
+"""Faults at a named point of a step, keyed by (rank, step, bucket), never by time.
+
+    before_forward │ in_forward │ in_backward │ after_bucket b │ before_header │ before_wait │ waiting │ after_sync │ in_step
+
+The loop calls `reach` for what lies in the loop; the points inside backward are reached by hooks and by wrapping
+the reducer's own steps, in the test's process only.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from nursery import Journal
+
+from gradsync.engine.synchronizer import GradSync
+from gradsync.transport.page import Phase
+
+POINTS = (
+    "before_forward",
+    "in_forward",
+    "in_backward",
+    "after_bucket",
+    "before_header",
+    "before_wait",
+    "waiting",
+    "after_sync",
+    "in_step",
+)
+
+
+class Injected(Exception):
+    """The fault that raises."""
+
+
+class Fault(NamedTuple):
+    """What happens to whom, and where."""
+
+    rank: int
+    point: str
+    act: str  # kill, stop, interrupt, raise, stall
+    step: int = 2
+    bucket: int = 0
+
+
+class Injector:
+    """Waits in every rank of a scene; acts in the one that the fault names."""
+
+    def __init__(self, fault: Fault, rank: int, journal: Journal) -> None:
+        self.step = 0  # told by the loop
+        self._fault = fault
+        self._rank = rank
+        self._journal = journal
+
+    def install(self, sync: GradSync, model: torch.nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+        """Put the hooks on, after attach."""
+        reducer = sync._reducer
+        model[0].register_forward_hook(lambda *_: self.reach("in_forward"))
+        model.register_forward_hook(self._after_forward)
+        optimizer.register_step_post_hook(lambda *_: self.reach("in_step"))
+        launch = reducer._launch
+
+        def launch_then_reach(bucket: Any) -> None:
+            launch(bucket)
+            self.reach("after_bucket", bucket.index)
+
+        reducer._launch = launch_then_reach  # type: ignore[method-assign]
+        reducer._launch_header = self._reach_first("before_header", reducer._launch_header)  # type: ignore[method-assign]
+        reducer.finish = self._reach_first("before_wait", reducer.finish)  # type: ignore[method-assign]
+        if self._fault.point == "waiting" and self._is_next_to_the_victim(sync):
+            reducer._launch_header = self._strike_first(sync, reducer._launch_header)  # type: ignore[method-assign]
+
+    def reach(self, point: str, bucket: int | None = None) -> None:
+        """This rank is at `point`; if the fault is here, it happens."""
+        fault = self._fault
+        if (self._rank, self.step, point) == (fault.rank, fault.step, fault.point) and bucket in (None, fault.bucket):
+            self._journal.write("act")
+            self._act()
+
+    def _act(self) -> None:
+        if self._fault.act == "raise":
+            raise Injected("injected")
+        if self._fault.act == "stall":
+            self.stall()
+        os.kill(os.getpid(), _SIGNALS[self._fault.act])
+
+    def stall(self) -> None:
+        """Stay alive and come no further."""
+        threading.Event().wait()
+
+    def _after_forward(self, _: torch.nn.Module, __: object, output: torch.Tensor) -> None:
+        output.register_hook(lambda _: self.reach("in_backward"))
+
+    def _reach_first(self, point: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def reach_then_call(*args: Any) -> Any:
+            self.reach(point)
+            return function(*args)
+
+        return reach_then_call
+
+    # A rank that waits cannot act; its neighbour, for whose header it waits, acts on it.
+
+    def _is_next_to_the_victim(self, sync: GradSync) -> bool:
+        return self._rank == (self._fault.rank + 1) % sync._lane.groups.size
+
+    def _strike_first(self, sync: GradSync, function: Callable[..., Any]) -> Callable[..., Any]:
+        liveness = sync._lane.liveness
+
+        def strike_then_call(*args: Any) -> Any:
+            if self.step == self._fault.step:
+                deadline = time.monotonic() + 30
+                waiting = (self._fault.step, Phase.SYNCHRONIZING)
+                while liveness.sights()[self._fault.rank].state[1:3] != waiting:
+                    assert time.monotonic() < deadline, "the victim never came to wait"
+                    time.sleep(0.01)
+                pid = liveness.pid(self._fault.rank)
+                assert pid is not None
+                self._journal.write("act")
+                os.kill(pid, _SIGNALS[self._fault.act])
+            return function(*args)
+
+        return strike_then_call
+
+
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}

@@ -1,0 +1,118 @@
+"""What the ranks of a scene do: they train until something happens, and write down what they saw of it."""
+
+from __future__ import annotations
+
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from injector import Fault, Injector
+from nursery import Journal
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
+from torch.utils.data import DataLoader, TensorDataset
+
+import gradsync as gs
+from gradsync.errors import PeerFault
+from gradsync.transport.hosts import declare_host
+
+_STEPS = 6
+
+
+def train(
+    rank: int,
+    ranks: int,
+    folder: Path,
+    fault: list[Any],
+    guard: dict[str, float],
+    remote: bool = False,
+    tcp: bool = False,
+    workers: int = 0,
+    models: int = 1,
+    after: str = "exit",
+) -> None:
+    """Train a few steps; `after` is what a rank does with an error: exit, detach, destroy, stall or rise."""
+    journal = Journal(folder / f"rank-{rank}.jsonl")
+    torch.set_num_threads(1)
+    warnings.showwarning = lambda message, *_: journal.write("warned", text=str(message))  # type: ignore[assignment]
+    warnings.simplefilter("always")
+    if remote:
+        declare_host(f"h{rank}")
+    dist.init_process_group(
+        "gloo", store=_store(folder, rank, ranks, tcp), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+    )
+    injector = Injector(Fault(*fault), rank, journal)
+    trainers = [_Trainer(rank, guard) for _ in range(models)]
+    injector.install(trainers[-1].sync, trainers[-1].model, trainers[-1].optimizer)
+    try:
+        for injector.step, inputs in enumerate(_batches(rank, workers, journal)):
+            for trainer in trainers:
+                trainer.step(inputs, injector)
+    except BaseException as error:
+        journal.write(
+            "raised",
+            kind=type(error).__name__,
+            ranks=list(error.ranks) if isinstance(error, PeerFault) else None,
+            text=str(error),
+            step=injector.step,
+            grads=[name for t in trainers for name, p in t.model.named_parameters() if p.grad is not None],
+        )
+        _after(after, trainers, injector)
+        return
+    journal.write("finished")
+
+
+class _Trainer:
+    def __init__(self, rank: int, guard: dict[str, float]) -> None:
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 32), torch.nn.Linear(32, 16)]
+        self.model = torch.nn.Sequential(*layers)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        # Three buckets: 3.weight; 2.weight; 0.weight; with the biases between.
+        plan = gs.Plan(bucket_bytes=1024)
+        self.sync = gs.attach(self.model, self.optimizer, plan, guard=gs.Guard(**guard))
+
+    def step(self, inputs: torch.Tensor, injector: Injector) -> None:
+        self.optimizer.zero_grad()
+        injector.reach("before_forward")
+        loss = self.model(inputs).square().mean()
+        loss.backward()
+        injector.reach("after_sync")
+        self.optimizer.step()
+
+
+def _batches(rank: int, workers: int, journal: Journal) -> Any:
+    data = torch.randn(_STEPS, 8, 16, generator=torch.Generator().manual_seed(rank))
+    if not workers:
+        yield from data
+        return
+    loader = iter(DataLoader(TensorDataset(data), batch_size=None, num_workers=workers, prefetch_factor=1))
+    journal.write("workers", pids=[worker.pid for worker in loader._workers])  # type: ignore[attr-defined]
+    for (inputs,) in loader:
+        yield inputs
+
+
+def _after(after: str, trainers: list[_Trainer], injector: Injector) -> None:
+    if after == "detach":
+        for trainer in trainers:
+            trainer.sync.detach()
+    elif after == "destroy":
+        dist.destroy_process_group()
+    elif after == "stall":
+        injector.stall()
+    elif after == "rise":
+        raise
+
+
+def _store(folder: Path, rank: int, ranks: int, tcp: bool) -> Store:
+    if not tcp:
+        return FileStore(str(folder / "store"), ranks)
+    # The port is the kernel's choice, told to the others through a file.
+    meeting = FileStore(str(folder / "port"), ranks)
+    if rank == 0:
+        store = TCPStore("127.0.0.1", 0, ranks, True, timedelta(seconds=30), wait_for_workers=False)
+        meeting.set("port", str(store.port))
+        return store
+    return TCPStore("127.0.0.1", int(meeting.get("port")), ranks, False, timedelta(seconds=30))
