@@ -122,7 +122,6 @@ class GradSync:
         self._num_backwards += 1  # the step() that follows missed nothing
         if self._window.k > 1 or self._unsynchronized:
             self._vote_if_joining()
-            self._window.show(self._parameters())
             self._synchronize_now()
 
     @property
@@ -268,6 +267,7 @@ class GradSync:
 
     def _synchronize_now(self, flags: Flag = Flag.NONE) -> None:
         """A whole synchronization outside of backward, with the gradients as they stand."""
+        self._window.show(self._parameters())
         micro_batches = self._window.micro_batches if self._window.k > 1 else 1
         with self._failing():
             self._reducer.launch_rest(micro_batches, flags, self._source())
@@ -280,7 +280,6 @@ class GradSync:
         self._num_backwards += 1
         if self._no_sync or not self._fired:
             return
-        self._window.show(self._parameters())
         self._synchronize_now(Flag.ABORTED)
 
     @contextmanager
