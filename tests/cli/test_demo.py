@@ -144,7 +144,7 @@ def result(over_ddp: Comparison, alone_loss: float = 2.5, from_ddp: Gap = SAME) 
 def test_words_on_speed_follow_the_rounds(slower_rounds: int, ratio: float, verdict: str) -> None:
     told = sentences(result(Comparison(Spread(ratio, ratio, ratio), slower_rounds, 20)))[3]
     assert told.startswith(f"A gradsync step took {ratio:.2f} times as long as one of DDP")
-    assert told.endswith(verdict)
+    assert f"of 20 rounds): {verdict}" in told
 
 
 def test_words_do_not_claim_what_was_not_seen() -> None:
@@ -199,7 +199,7 @@ def test_an_interrupted_demo_is_quiet_and_leaves_nothing(number: signal.Signals,
     with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
             assert process.stderr is not None
-            while "0 of 600" not in process.stderr.readline():
+            while "0 of 480" not in process.stderr.readline():
                 assert process.poll() is None
             os.killpg(process.pid, number)  # as a terminal does: to all processes of the session
             assert process.wait(60) == code

@@ -59,6 +59,7 @@ class Injector:
 
     def install(self, sync: GradSync, model: torch.nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
         """Put the hooks on, after attach."""
+        self._sync = sync
         reducer = sync._reducer
         model[0].register_forward_hook(lambda *_: self.reach("in_forward"))
         model.register_forward_hook(self._after_forward)
@@ -87,6 +88,9 @@ class Injector:
             raise Injected("injected")
         if self._fault.act == "stall":
             self.stall()
+        if self._fault.act == "detach":
+            self._sync.detach()
+            return
         os.kill(os.getpid(), _SIGNALS[self._fault.act])
 
     def stall(self) -> None:
@@ -114,7 +118,7 @@ class Injector:
         def strike_then_call(*args: Any) -> Any:
             if self.step == self._fault.step:
                 deadline = time.monotonic() + 30
-                waiting = (self._fault.step, Phase.SYNCHRONIZING)
+                waiting = (self._fault.step, Phase.WAITING)
                 while liveness.sights()[self._fault.rank].state[1:3] != waiting:
                     assert time.monotonic() < deadline, "the victim never came to wait"
                     time.sleep(0.01)

@@ -31,6 +31,7 @@ def train(
     tcp: bool = False,
     workers: int = 0,
     models: int = 1,
+    together: bool = False,
     after: str = "exit",
 ) -> None:
     """Train a few steps; `after` is what a rank does with an error: exit, detach, destroy, stall or rise."""
@@ -48,8 +49,7 @@ def train(
     injector.install(trainers[-1].sync, trainers[-1].model, trainers[-1].optimizer)
     try:
         for injector.step, inputs in enumerate(_batches(rank, workers, journal)):
-            for trainer in trainers:
-                trainer.step(inputs, injector)
+            _step(trainers, inputs, injector, together)
     except BaseException as error:
         journal.write(
             "raised",
@@ -57,7 +57,7 @@ def train(
             ranks=list(error.ranks) if isinstance(error, PeerFault) else None,
             text=str(error),
             step=injector.step,
-            grads=[name for t in trainers for name, p in t.model.named_parameters() if p.grad is not None],
+            grads=[name for name, p in trainers[-1].model.named_parameters() if p.grad is not None],
         )
         _after(after, trainers, injector)
         return
@@ -74,13 +74,22 @@ class _Trainer:
         plan = gs.Plan(bucket_bytes=1024)
         self.sync = gs.attach(self.model, self.optimizer, plan, guard=gs.Guard(**guard))
 
-    def step(self, inputs: torch.Tensor, injector: Injector) -> None:
-        self.optimizer.zero_grad()
+
+def _step(trainers: list[_Trainer], inputs: torch.Tensor, injector: Injector, together: bool) -> None:
+    """One step of every model: each with a backward of its own, or all in one."""
+    losses = []
+    for trainer in trainers:
+        trainer.optimizer.zero_grad()
         injector.reach("before_forward")
-        loss = self.model(inputs).square().mean()
-        loss.backward()
-        injector.reach("after_sync")
-        self.optimizer.step()
+        loss = trainer.model(inputs).square().mean()
+        losses.append(loss)
+        if not together:
+            loss.backward()
+    if together:
+        sum(losses, torch.zeros(())).backward()
+    injector.reach("after_sync")
+    for trainer in trainers:
+        trainer.optimizer.step()
 
 
 def _batches(rank: int, workers: int, journal: Journal) -> Any:

@@ -53,7 +53,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     add = parser.add_argument
     add("--ranks", type=whole_number(2, MAX_RANKS), default=2, metavar="N", help="processes to train on (2)")
-    add("--steps", type=whole_number(6, 100_000), default=150, metavar="N", help="training steps of each arm (150)")
+    add("--steps", type=whole_number(6, 100_000), default=120, metavar="N", help="training steps of each arm (120)")
     add("--kill", type=whole_number(0, MAX_RANKS - 1), metavar="R", help="kill rank R and show the errors instead")
     add("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run, shape=Shape())

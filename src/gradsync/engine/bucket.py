@@ -73,13 +73,15 @@ class Entry:
 class Bucket:
     """A flat tensor and the parameters whose gradients fill it."""
 
-    __slots__ = ("entries", "flat", "held", "index", "large", "missing", "small", "small_flat")
+    __slots__ = ("entries", "flat", "held", "index", "large", "missing", "on_gpu", "small", "small_flat", "streams")
 
     def __init__(self, index: int, entries: list[Entry], held: bool) -> None:
         first = entries[0].param
         self.index = index
         self.held = held  # leaves only when backward has ended
         item = first.element_size()
+        self.on_gpu = first.is_cuda
+        self.streams: dict[int, torch.cuda.Stream] = {}  # on which gradients of this step were computed
         everything_small = first.device.type != "cpu"  # on a GPU one kernel copies them all
         self.small = [e for e in entries if everything_small or e.param.numel() * item < _LARGE_NBYTES]
         self.large = [e for e in entries if not everything_small and e.param.numel() * item >= _LARGE_NBYTES]
@@ -106,8 +108,16 @@ class Bucket:
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         return f"bucket {self.index} ({shown})"
 
+    def note_stream(self) -> None:
+        """A gradient was computed on the current stream: remember it, for the copy may run on another."""
+        raw = torch._C._cuda_getCurrentRawStream(self.flat.device.index)
+        if raw not in self.streams:
+            self.streams[raw] = torch.cuda.current_stream(self.flat.device)
+
     def complete(self, used: bytearray | bytes, scale: float) -> None:
         """Put in what is not there yet: small gradients, and what stands in `.grad` of unused parameters."""
+        if len(self.streams) > 1:
+            self._join_streams()
         for entry in self.large:
             if not entry.filled:
                 self._stand_in(entry, bool(used[entry.index] & 1), scale)
@@ -134,6 +144,16 @@ class Bucket:
                 entry.param.grad = None
             entry.filled = True
 
+    def _join_streams(self) -> None:
+        """The current stream waits for all others; their memory is not used again before it has read it."""
+        current = torch.cuda.current_stream(self.flat.device)
+        for stream in self.streams.values():
+            if stream != current:
+                current.wait_stream(stream)
+        for entry in self.entries:
+            if entry.param.grad is not None and not entry.param.grad.is_sparse:
+                entry.param.grad.record_stream(current)
+
     def _stand_in(self, entry: Entry, used: bool, scale: float) -> None:
         grad = entry.param.grad
         if grad is None:
@@ -155,14 +175,18 @@ class Bucket:
                 entry.view.copy_(entry.kept)
             entry.kept = None
             entry.filled = False
-        self.missing = len(self.entries)
+        self._begin_again()
 
     def reset(self) -> None:
         """Forget a step that came to nothing."""
         for entry in self.entries:
             entry.kept = None
             entry.filled = False
+        self._begin_again()
+
+    def _begin_again(self) -> None:
         self.missing = len(self.entries)
+        self.streams.clear()
 
 
 class Layout:

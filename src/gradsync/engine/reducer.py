@@ -101,7 +101,11 @@ class Reducer:
                 self._arrivals.append(index)
         self.marks[index] |= Mark.USED
         bucket = entry.bucket
-        if not self._streaming or bucket is None:
+        if bucket is None:
+            return
+        if bucket.on_gpu:
+            bucket.note_stream()
+        if not self._streaming:
             return
         if bucket.index < self._next:
             raise BackwardAborted(

@@ -26,8 +26,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-
-from gradsync.transport.wires import connections
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
@@ -37,6 +35,8 @@ from torch._C._distributed_c10d import (
     Store,
     Work,
 )
+
+from gradsync.transport.wires import connections
 
 
 class Channel:
@@ -81,6 +81,7 @@ class Groups(NamedTuple):
     ranks: tuple[int, ...]  # the members' global ranks, by index
     control: Channel
     data: dict[str, Channel]
+    wires: frozenset[tuple[int, str]] = frozenset()  # their connections
 
     def close(self) -> None:
         for channel in (self.control, *self.data.values()):
@@ -93,6 +94,7 @@ def make_groups(parent: dist.ProcessGroup, device_types: list[str], timeout: flo
     rank, size = dist.get_rank(parent), len(ranks)
     store = _fresh_prefix(ranks)
     limit = timedelta(seconds=timeout)
+    before = connections()
 
     def make(name: str, backend: str) -> Channel:
         prefix = PrefixStore(name, store)
@@ -102,7 +104,7 @@ def make_groups(parent: dist.ProcessGroup, device_types: list[str], timeout: flo
 
     control = make("control", "gloo")
     data = {kind: make(kind, _backend_for(parent, kind)) for kind in device_types}
-    return Groups(rank, size, tuple(ranks), control, data)
+    return Groups(rank, size, tuple(ranks), control, data, connections() - before)
 
 
 def _fresh_prefix(ranks: list[int]) -> Store:

@@ -35,7 +35,7 @@ from gradsync.policy import Guard
 from gradsync.transport.groups import Groups
 from gradsync.transport.liveness import Liveness
 from gradsync.transport.page import Phase
-from gradsync.transport.verdict import account, blame, is_lost, late, lost, stopped
+from gradsync.transport.verdict import Sights, account, blame, is_lost, late, lost, stopped
 from gradsync.transport.wires import cut
 
 _SLICE_S = 0.1
@@ -128,8 +128,7 @@ class Lane:
 
     def _sleep_until(self, ticket: Ticket) -> None:
         before = self.liveness.state
-        # Whoever waits is here: also in a vote or a broadcast, which are no part of a backward.
-        self.at(Phase.SYNCHRONIZING, ticket.bucket)
+        self.at(Phase.WAITING, ticket.bucket)
         self.liveness.watch(True)
         start = time.monotonic()
         stopped_at = None
@@ -138,80 +137,77 @@ class Lane:
             now = time.monotonic()
             sights = self.liveness.sights()
             if culprits := lost(sights, self.step):
-                self._give_up(culprits, ticket.what, ticket.bucket)
+                self._give_up(culprits, sights, ticket.what, ticket.bucket)
             if suspects := stopped(sights):
                 stopped_at = now if stopped_at is None else stopped_at
                 if now - stopped_at >= _GRACE_S:
-                    guilty, excused = blame(sights, suspects, self.step)
-                    self._give_up(guilty or excused, ticket.what, ticket.bucket)
+                    self._give_up(self._blamed(sights, suspects), sights, ticket.what, ticket.bucket)
             if now - start >= self._timeout:
-                self._give_up(self._late(), ticket.what, ticket.bucket, waited=now - start)
+                culprits = self._blamed(sights, late(sights, self.step))
+                self._give_up(culprits, sights, ticket.what, ticket.bucket, waited=now - start)
             if not warned and now - start >= self._guard.warn_after:
                 warned = True
-                self._warn(now - start, ticket)
+                self._warn(now - start, sights, ticket)
         self.liveness.watch(False)
         self.liveness.at(self.step, before.phase, before.bucket, before.culprits)
 
-    def _late(self) -> list[int]:
-        sights = self.liveness.sights()
-        guilty, excused = blame(sights, late(sights, self.step), self.step)
+    def _blamed(self, sights: Sights, suspects: list[int]) -> list[int]:
+        guilty, excused = blame(sights, suspects, self.step)
         return guilty or excused
 
-    def _warn(self, waited: float, ticket: Ticket) -> None:
-        _, what = self._stuck(ticket.what, ticket.bucket)
-        who = "; ".join(map(self._account, self._late())) or "every rank is here"
-        warnings.warn(f"{self.place(ticket.bucket)} has waited {waited:.0f} s for {what}: {who}", stacklevel=4)
+    def _warn(self, waited: float, sights: Sights, ticket: Ticket) -> None:
+        bucket, what = self._stuck(ticket.what, ticket.bucket)
+        who = self._accounts(sights, self._blamed(sights, late(sights, self.step))) or "every rank is here"
+        warnings.warn(f"{self.place(bucket)} has waited {waited:.0f} s for {what}: {who}", stacklevel=4)
 
     # Giving up
 
     def _fail(self, what: str, bucket: int, error: RuntimeError) -> NoReturn:
         """The transport reported an error: it closes a connection, but does not say whose."""
-        self._give_up(self.liveness.responsible(), what, bucket, error=error)
+        culprits, sights = self.liveness.investigate()
+        self._give_up(culprits, sights, what, bucket, error=error)
 
     def _give_up(
         self,
         culprits: list[int],
+        sights: Sights,
         what: str,
         bucket: int,
-        waited: float | None = None,
+        waited: float = 0.0,
         error: RuntimeError | None = None,
     ) -> NoReturn:
-        sights = self.liveness.sights()
+        """Say so, then raise what fits."""
         others = [rank for rank in culprits if rank != self.groups.rank]
-        who = "; ".join(map(self._account, others))
         missing = any(is_lost(sights, rank) for rank in others)
         self.liveness.at(self.step, Phase.LOST_PEER if missing else Phase.FAILED, culprits=tuple(culprits))
         bucket, name = self._stuck(what, bucket)
-        here = self.place(bucket)
-        if others and missing:
+        here, who = self.place(bucket), self._accounts(sights, others)
+        if missing:
             raise PeerLost(
                 f"{here} {who}, while this rank was in {name}. The step cannot be completed: exit with an error and "
                 "let the launcher restart all ranks (torchrun --max-restarts) from the last checkpoint",
                 self.global_ranks(others),
             ) from error
-        if culprits and not others:
-            raise SyncTimeout(
-                f"{here} the other ranks gave up waiting for this one, which came too late to {name}. Find out what "
-                "held it up, or allow more time with gs.Guard(timeout=seconds)",
-                self.global_ranks(culprits),
-            ) from error
-        if others or waited is not None:
-            took = f"waited {waited:.1f} s" if waited is not None else "waited"
-            raise SyncTimeout(
-                f"{here} {took} for {name}: {who or 'every rank is here, but the data does not arrive'}. "
-                "Look at what that rank does there, or allow more time with gs.Guard(timeout=seconds)",
-                self.global_ranks(others),
-            ) from error
+        took = f"waited {waited:.1f} s for {name}" if waited else f"waited for {name}"
+        network = "Look at the network between the hosts"
+        if others:
+            why = f"{took}: {who}. Look at what that rank does there"
+        elif culprits:
+            why = f"the others gave up waiting for this rank, which came too late to {name}. Look at what held it up"
+        elif error is None:
+            why = f"{took}: every rank is here, but the data does not arrive. {network}"
+        else:
+            why = f"the transport failed in {name} ({_first_line(error)}), though every rank is alive. {network}"
         raise SyncTimeout(
-            f"{here} the transport failed in {name} ({_first_line(error)}), though every rank gives signs of life; "
-            "look at the network between the hosts, then resume from the last checkpoint",
-            [],
+            f"{here} {why}, or allow more time with gs.Guard(timeout=seconds)", self.global_ranks(culprits)
         ) from error
 
-    def _account(self, rank: int) -> str:
-        sights = self.liveness.sights()
-        name = listed(self.global_ranks([rank]))
-        return account(sights[rank], name, self.liveness.pid(rank), is_lost(sights, rank))
+    def _accounts(self, sights: Sights, ranks: list[int]) -> str:
+        return "; ".join(
+            account(sights[rank], listed(self.global_ranks([rank])), self.liveness.pid(rank), is_lost(sights, rank))
+            for rank in ranks
+            if rank in sights
+        )
 
     def _stuck(self, what: str, bucket: int) -> tuple[int, str]:
         """The oldest bucket that has not come through, or else what is being waited for; with its name."""
@@ -228,5 +224,5 @@ def _abandon(under_way: deque[Ticket], groups: Groups, pid: int) -> None:
             ticket.done.wait(_GRACE_S)
 
 
-def _first_line(error: BaseException | None) -> str:
+def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -80,19 +80,19 @@ class Liveness:
         """Every other rank, as it is just now."""
         return self._look(self._guard.dead_after)
 
-    def responsible(self) -> list[int]:
-        """After the transport failed: wait a moment for the facts, then say whose fault it was."""
+    def investigate(self) -> tuple[list[int], dict[int, Sight]]:
+        """After the transport failed: wait a moment for the facts, then say whose fault it was, and what was seen."""
         self.watch(True)
         start = time.monotonic()
-        while time.monotonic() - start < _REPORT_S:
+        while (waited := time.monotonic() - start) < _REPORT_S:
             sights = self.sights()
-            if culprits := lost(sights, self._state.step) or blame(sights, stopped(sights), self._state.step)[0]:
-                return culprits
+            guilty, excused = blame(sights, stopped(sights), self._state.step)
+            if culprits := lost(sights, self._state.step) or guilty or (excused if waited >= _QUIET_S else []):
+                return culprits, sights
             time.sleep(0.02)
-        # Nobody is known to be dead: who stayed silent all this time is the best guess.
+        # Nobody is known to be gone: who stayed silent all this time is the best guess.
         sights = self._look(_QUIET_S)
-        guilty, excused = blame(sights, stopped(sights), self._state.step)
-        return guilty or excused
+        return lost(sights, self._state.step), sights
 
     def pid(self, rank: int) -> int | None:
         """The process of a rank of this host."""

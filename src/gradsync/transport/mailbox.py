@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from gradsync.transport.page import INITIAL, State, decode, encode
 
-_PERIOD_S = 0.5
+_PERIOD_S, _MAX_PERIOD_S = 0.5, 8.0
 _CLOSING_S = 2.0
 
 
@@ -65,14 +65,18 @@ class Mailbox:
         self._thread.join(_CLOSING_S)
 
     def _run(self) -> None:
+        period = _PERIOD_S
         while not self._stop:
-            self._wake.wait(_PERIOD_S)
+            self._wake.wait(period)
             self._wake.clear()
-            # A store that fails is tried again: until it answers, it counts as mute.
-            with contextlib.suppress(RuntimeError):
+            try:
                 self._post()
                 if self._curious and not self._stop:
                     self._fetch()
+                period = _PERIOD_S
+            except RuntimeError:
+                # Tried again, less and less often: until it answers, the store counts as mute.
+                period = min(2 * period, _MAX_PERIOD_S)
         with contextlib.suppress(RuntimeError):
             self._post()
 

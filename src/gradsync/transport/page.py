@@ -33,9 +33,10 @@ class Phase(enum.IntEnum):
     COMPUTING = 0
     BACKWARD = 1
     SYNCHRONIZING = 2
-    FAILED = 3  # it gave up: by itself, or because its culprits were late
-    LEFT = 4
+    WAITING = 3  # it has launched all it can, and waits for the others
+    FAILED = 4  # it gave up: by itself, or because its culprits were late
     LOST_PEER = 5  # it gave up because its culprits died or fell silent
+    LEFT = 6
 
     def __str__(self) -> str:
         return self.name.lower()

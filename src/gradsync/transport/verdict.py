@@ -56,8 +56,8 @@ def stopped(sights: Sights) -> list[int]:
 
 
 def late(sights: Sights, step: int) -> list[int]:
-    """Ranks that are not in this synchronization yet, and those that stopped."""
-    here = (step, Phase.SYNCHRONIZING)
+    """Ranks that do not wait in this step as we do, and those that stopped."""
+    here = (step, Phase.WAITING)
     return [rank for rank, (state, *_) in sights.items() if (state.step, state.phase) != here and state.step <= step]
 
 
@@ -97,7 +97,7 @@ def account(sight: Sight, name: str, pid: int | None, lost: bool) -> str:
     if state.phase in _GAVE_UP:
         return f"{who} failed in step {state.step}"
     if state.phase == Phase.LEFT:
-        return f"{who} {'ended' if sight.dead else 'detached'} in step {state.step}"
+        return f"{who} {'ended' if sight.dead else 'left'} in step {state.step}"
     if sight.dead:
         return f"{who} died in step {state.step}"
     if lost:

@@ -25,7 +25,7 @@ def connections() -> frozenset[tuple[int, str]]:
 
 def cut(wires: Iterable[tuple[int, str]]) -> None:
     """End these connections, as far as they still exist."""
-    for fd, name in set(wires) & set(_sockets()):
+    for fd, _ in set(wires) & set(_sockets()):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as wire:
             wire.shutdown(socket.SHUT_RDWR)
 

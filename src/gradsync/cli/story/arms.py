@@ -3,8 +3,9 @@
 Interleaved, so that whatever else the machine does meets all arms alike:
 
     round 0   one process | no sync | DDP | gradsync
-    round 1   no sync | DDP | gradsync | one process
-    round 2   DDP | gradsync | one process | no sync      ... until all steps are done
+    round 1   one process | gradsync | DDP | no sync      turned by one, and backwards: no arm always
+    round 2   DDP | gradsync | one process | no sync      follows the same other
+    ...
 
 In every arm rank r sees the same windows in step t; "one process" sees those of all ranks at once.
 """
@@ -71,8 +72,7 @@ def train(shape: Shape, steps: int, progress: str) -> Ledger:
     arms, sync = _make_arms(shape)
     before = _validate(arms[0].plain, text, shape)
     for number, first in enumerate(range(0, steps, _ROUND)):
-        turn = number % len(arms)
-        for arm in arms[turn:] + arms[:turn]:
+        for arm in _in_turn(arms, number):
             dist.barrier()
             _run_round(arm, text, shape, range(first, min(first + _ROUND, steps)), progress)
     dist.barrier()
@@ -89,6 +89,12 @@ def _make_arms(shape: Shape) -> tuple[list[Arm], GradSync]:
         optimizer = torch.optim.AdamW(plain.parameters(), lr=LEARNING_RATE)
         arms.append(Arm(name, model, plain, optimizer, trains=name != ONE or dist.get_rank() == 0))
     return arms, attach(arms[-1].plain, arms[-1].optimizer)
+
+
+def _in_turn(arms: list[Arm], number: int) -> list[Arm]:
+    turn = number % len(arms)
+    order = arms[turn:] + arms[:turn]
+    return order[::-1] if number % 2 else order
 
 
 def _run_round(arm: Arm, text: Text, shape: Shape, steps: range, progress: str) -> None:

@@ -19,15 +19,14 @@ FOOTNOTE = (
 def table(result: Result) -> Table:
     """One line per arm."""
     grid = Table(title=_title(result), title_justify="left", title_style="bold")
-    grid.add_column("arm")
-    grid.add_column("step ms", justify="right", no_wrap=True)
-    for name in ("exposed ms", "MB sent", "validation loss"):
-        grid.add_column(name, justify="right")
-    grid.add_column("replicas", max_width=36)
+    grid.add_column("arm", no_wrap=True)
+    for name in ("step ms", "exposed\nms", "MB\nsent", "validation\nloss"):
+        grid.add_column(name, justify="right", no_wrap=True)
+    grid.add_column("replicas")
     for arm in result.arms:
         grid.add_row(
-            _name(arm.arm, result),
-            f"{arm.step_ms.median:.1f} ({arm.step_ms.low:.1f}-{arm.step_ms.high:.1f})",
+            arm.arm,
+            f"{arm.step_ms.median:.1f} ({arm.step_ms.low:.0f}-{arm.step_ms.high:.0f})",
             "-" if arm.exposed_ms is None else f"{arm.exposed_ms:.1f}",
             f"{arm.sent_mb:.2f}" if arm.sent_mb else "0",
             f"{arm.validation_loss:.4f}",
@@ -42,15 +41,13 @@ def sentences(result: Result) -> list[str]:
 
 
 def _title(result: Result) -> str:
-    return f"{result.steps} steps of each arm, {result.ranks} ranks with {_threads(result.threads_per_rank)} each"
+    each = result.threads_per_rank
+    together = f"{ONE} with {_threads(result.ranks * each)}"
+    return f"{result.steps} steps: {together}, or {result.ranks} ranks with {_threads(each)} each"
 
 
 def _threads(count: int) -> str:
     return "1 thread" if count == 1 else f"{count} threads"
-
-
-def _name(arm: str, result: Result) -> str:
-    return f"{ONE}, {_threads(result.ranks * result.threads_per_rank)}" if arm == ONE else arm
 
 
 def _replicas(arm: ArmResult, result: Result) -> str:
@@ -98,7 +95,8 @@ def _on_equality(result: Result) -> str:
 def _on_speed(result: Result) -> str:
     compared = result.gradsync_over_ddp
     verdict = _verdict(compared, "slower", "faster", "no clear difference")
-    return f"A gradsync step took {_times(compared, 'one of DDP')}: {verdict}."
+    waited = f"By its own count it waited {result.gradsync_waited_ms:.1f} ms of a step with nothing to compute"
+    return f"A gradsync step took {_times(compared, 'one of DDP')}: {verdict}. {waited}."
 
 
 def _on_ranks(result: Result) -> str:
@@ -124,4 +122,4 @@ def _identical(arm: ArmResult) -> bool:
 
 
 def _percent(gap: Gap) -> str:
-    return f"{100 * gap.relative:.2g} %"
+    return f"{100 * gap.relative:.2g}\N{NO-BREAK SPACE}%"
