@@ -64,11 +64,10 @@ def tolerance(dtype: torch.dtype, ranks: int) -> float:
     return 0.0 if dtype == torch.int64 else 4 * ranks * ranks * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("op", ["mean", "sum"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "op"), [(dtype, op) for dtype in DTYPES for op in ("mean", "sum") if (dtype, op) != (torch.int64, "mean")]
+)
 def test_every_rank_gets_the_same_bits_near_the_truth_in_place(dtype: torch.dtype, op: str, run: Any) -> None:
-    if op == "mean" and dtype == torch.int64:
-        pytest.skip("a mean of integers is refused")
     for ranks in (1, 2, 3, 4):
         found = run(reduce_every_form, dtype, op, ranks=ranks)
         assert all(each == found[0] for each in found)

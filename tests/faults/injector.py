@@ -1,6 +1,7 @@
 """Faults at a named point of a step, keyed by (rank, step, bucket), never by time.
 
-    before_forward │ in_forward │ in_backward │ after_bucket b │ before_header │ before_wait │ waiting │ after_sync │ in_step
+    before_forward │ in_forward │ in_backward │ after_bucket │ before_header │ before_wait │ waiting │ after_sync
+    │ in_step
 
 The loop calls `reach` for what lies in the loop; the points inside backward are reached by hooks and by wrapping
 the reducer's own steps, in the test's process only.
@@ -45,7 +46,8 @@ class Fault(NamedTuple):
     point: str
     act: str  # kill, stop, interrupt, raise, stall
     step: int = 2
-    bucket: int = 0
+    bucket: int = 1
+    last: int = -1  # the rank that goes on in this step only when every other process has ended
 
 
 class Injector:
@@ -53,14 +55,15 @@ class Injector:
 
     def __init__(self, fault: Fault, rank: int, journal: Journal) -> None:
         self.step = 0  # told by the loop
-        self._fault = fault
+        self.fault = fault
         self._rank = rank
         self._journal = journal
 
     def install(self, sync: GradSync, model: torch.nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
         """Put the hooks on, after attach."""
-        self._sync = sync
         reducer = sync._reducer
+        if self.fault.last == self._rank:
+            model[0].register_forward_hook(lambda *_: self._be_last(sync))
         model[0].register_forward_hook(lambda *_: self.reach("in_forward"))
         model.register_forward_hook(self._after_forward)
         optimizer.register_step_post_hook(lambda *_: self.reach("in_step"))
@@ -73,25 +76,22 @@ class Injector:
         reducer._launch = launch_then_reach  # type: ignore[method-assign]
         reducer._launch_header = self._reach_first("before_header", reducer._launch_header)  # type: ignore[method-assign]
         reducer.finish = self._reach_first("before_wait", reducer.finish)  # type: ignore[method-assign]
-        if self._fault.point == "waiting" and self._is_next_to_the_victim(sync):
+        if self.fault.point == "waiting" and self._is_next_to_the_victim(sync):
             reducer._launch_header = self._strike_first(sync, reducer._launch_header)  # type: ignore[method-assign]
 
     def reach(self, point: str, bucket: int | None = None) -> None:
         """This rank is at `point`; if the fault is here, it happens."""
-        fault = self._fault
+        fault = self.fault
         if (self._rank, self.step, point) == (fault.rank, fault.step, fault.point) and bucket in (None, fault.bucket):
             self._journal.write("act")
             self._act()
 
     def _act(self) -> None:
-        if self._fault.act == "raise":
+        if self.fault.act == "raise":
             raise Injected("injected")
-        if self._fault.act == "stall":
+        if self.fault.act == "stall":
             self.stall()
-        if self._fault.act == "detach":
-            self._sync.detach()
-            return
-        os.kill(os.getpid(), _SIGNALS[self._fault.act])
+        os.kill(os.getpid(), _SIGNALS[self.fault.act])
 
     def stall(self) -> None:
         """Stay alive and come no further."""
@@ -110,25 +110,33 @@ class Injector:
     # A rank that waits cannot act; its neighbour, for whose header it waits, acts on it.
 
     def _is_next_to_the_victim(self, sync: GradSync) -> bool:
-        return self._rank == (self._fault.rank + 1) % sync._lane.groups.size
+        return self._rank == (self.fault.rank + 1) % sync._lane.groups.size
 
     def _strike_first(self, sync: GradSync, function: Callable[..., Any]) -> Callable[..., Any]:
         liveness = sync._lane.liveness
 
         def strike_then_call(*args: Any) -> Any:
-            if self.step == self._fault.step:
-                deadline = time.monotonic() + 30
-                waiting = (self._fault.step, Phase.WAITING)
-                while liveness.sights()[self._fault.rank].state[1:3] != waiting:
-                    assert time.monotonic() < deadline, "the victim never came to wait"
-                    time.sleep(0.01)
-                pid = liveness.pid(self._fault.rank)
+            if self.step == self.fault.step:
+                waiting = (self.fault.step, Phase.WAITING)
+                _until(lambda: liveness.sights()[self.fault.rank].state[1:3] == waiting)
+                pid = liveness.pid(self.fault.rank)
                 assert pid is not None
                 self._journal.write("act")
-                os.kill(pid, _SIGNALS[self._fault.act])
+                os.kill(pid, _SIGNALS[self.fault.act])
             return function(*args)
 
         return strike_then_call
+
+    def _be_last(self, sync: GradSync) -> None:
+        if self.step == self.fault.step:
+            _until(lambda: all(sight.dead for sight in sync._lane.liveness.sights().values()))
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "what the injector waits for did not happen"
+        time.sleep(0.01)
 
 
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}

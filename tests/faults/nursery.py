@@ -49,6 +49,7 @@ class Scene:
         # Nobody reaps them before `end`, so the pids are theirs as long as we look.
         self._pidfds = [os.pidfd_open(pid) for pid in pids]
         self._ended: dict[int, float] = {}
+        self._codes: list[int] | None = None
 
     def events(self, rank: int, event: str) -> list[Event]:
         return [each for each in Journal(self._folder / f"rank-{rank}.jsonl").read() if each["event"] == event]
@@ -80,13 +81,14 @@ class Scene:
 
     def end(self) -> list[int]:
         """Kill who is still there; each rank's exit code, negative for a signal."""
-        for rank in range(len(self.pids)):
-            self.kill(rank)
-        self.wait(list(range(len(self.pids))), 30)
-        for pidfd in self._pidfds:
-            os.close(pidfd)
-        self._pidfds = []
-        return self._nursery.ask({"reap": self.pids})
+        if self._codes is None:
+            for rank in range(len(self.pids)):
+                self.kill(rank)
+            self.wait(list(range(len(self.pids))), 30)
+            for pidfd in self._pidfds:
+                os.close(pidfd)
+            self._codes = self._nursery.ask({"reap": self.pids})
+        return self._codes
 
 
 class Nursery:
@@ -122,9 +124,11 @@ def serve() -> None:
     import gradsync  # noqa: F401
 
     gc.freeze()  # what is here now is not written to by the children's collector, so it stays shared
+    alive: set[int] = set()
     for line in sys.stdin:
         request = json.loads(line)
         if "reap" in request:
+            alive -= set(request["reap"])
             print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in request["reap"]]), flush=True)
             continue
         module, function = request["play"].split(":")
@@ -138,7 +142,10 @@ def serve() -> None:
                 play(rank=rank, ranks=request["ranks"], folder=folder, **request["arguments"])
                 return
             pids.append(pid)
+        alive |= set(pids)
         print(json.dumps(pids), flush=True)
+    for pid in alive:  # pytest is gone before its scene was over
+        os.kill(pid, signal.SIGKILL)
 
 
 def _redirect(path: Path) -> None:

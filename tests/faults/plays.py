@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -25,18 +26,25 @@ def train(
     rank: int,
     ranks: int,
     folder: Path,
-    fault: list[Any],
-    guard: dict[str, float],
+    fault: dict[str, Any],
+    guard: dict[str, Any],
     remote: bool = False,
     tcp: bool = False,
     workers: int = 0,
     models: int = 1,
     together: bool = False,
+    poisoned: int = -1,
     after: str = "exit",
+    stall_after: str = "",
 ) -> None:
-    """Train a few steps; `after` is what a rank does with an error: exit, detach, destroy, stall or rise."""
+    """Train a few steps.
+
+    `after` is what a rank does with an error before it exits: nothing, detach or destroy the groups; after an
+    error named `stall_after` it stays. The rank `poisoned` meets a NaN in the fault's step.
+    """
     journal = Journal(folder / f"rank-{rank}.jsonl")
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever started pytest
     warnings.showwarning = lambda message, *_: journal.write("warned", text=str(message))  # type: ignore[assignment]
     warnings.simplefilter("always")
     if remote:
@@ -44,11 +52,13 @@ def train(
     dist.init_process_group(
         "gloo", store=_store(folder, rank, ranks, tcp), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )
-    injector = Injector(Fault(*fault), rank, journal)
-    trainers = [_Trainer(rank, guard) for _ in range(models)]
+    injector = Injector(Fault(**fault), rank, journal)
+    trainers = [_Trainer(guard) for _ in range(models)]
     injector.install(trainers[-1].sync, trainers[-1].model, trainers[-1].optimizer)
     try:
         for injector.step, inputs in enumerate(_batches(rank, workers, journal)):
+            if rank == poisoned and injector.step == injector.fault.step:
+                inputs = inputs * float("nan")
             _step(trainers, inputs, injector, together)
     except BaseException as error:
         journal.write(
@@ -59,13 +69,18 @@ def train(
             step=injector.step,
             grads=[name for name, p in trainers[-1].model.named_parameters() if p.grad is not None],
         )
-        _after(after, trainers, injector)
+        if type(error).__name__ == stall_after:
+            injector.stall()
+        if after == "detach":
+            trainers[-1].sync.detach()
+        if after == "destroy":
+            dist.destroy_process_group()
         return
     journal.write("finished")
 
 
 class _Trainer:
-    def __init__(self, rank: int, guard: dict[str, float]) -> None:
+    def __init__(self, guard: dict[str, Any]) -> None:
         torch.manual_seed(0)
         layers = [torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 32), torch.nn.Linear(32, 16)]
         self.model = torch.nn.Sequential(*layers)
@@ -101,18 +116,6 @@ def _batches(rank: int, workers: int, journal: Journal) -> Any:
     journal.write("workers", pids=[worker.pid for worker in loader._workers])  # type: ignore[attr-defined]
     for (inputs,) in loader:
         yield inputs
-
-
-def _after(after: str, trainers: list[_Trainer], injector: Injector) -> None:
-    if after == "detach":
-        for trainer in trainers:
-            trainer.sync.detach()
-    elif after == "destroy":
-        dist.destroy_process_group()
-    elif after == "stall":
-        injector.stall()
-    elif after == "rise":
-        raise
 
 
 def _store(folder: Path, rank: int, ranks: int, tcp: bool) -> Store:

@@ -115,10 +115,10 @@ def _introduce(num_parameters: int, num_characters: int, ranks: int) -> None:
 
 
 def _print_result(result: Result, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(result.as_json(), indent=2))
-        return
     console = _console()
+    if as_json:
+        console.out(json.dumps(result.as_json(), indent=2))
+        return
     console.print(table(result))
     console.print(FOOTNOTE, style="dim")
     console.print()
@@ -128,10 +128,10 @@ def _print_result(result: Result, as_json: bool) -> None:
 
 
 def _print_deaths(deaths: list[Death], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps({"command": "demo", "deaths": [death.as_json() for death in deaths]}, indent=2))
-        return
     console = _console()
+    if as_json:
+        console.out(json.dumps({"command": "demo", "deaths": [death.as_json() for death in deaths]}, indent=2))
+        return
     console.print(
         f"Rank {deaths[0].killed} was killed in step {KILL_STEP}, after its forward (SIGKILL). Survivors say:"
     )

@@ -149,7 +149,8 @@ class Lane:
                 warned = True
                 self._warn(now - start, sights, ticket)
         self.liveness.watch(False)
-        self.liveness.at(self.step, before.phase, before.bucket, before.culprits)
+        if ticket.succeeded:  # otherwise the wait goes on, for the others' word
+            self.liveness.at(self.step, before.phase, before.bucket, before.culprits)
 
     def _blamed(self, sights: Sights, suspects: list[int]) -> list[int]:
         guilty, excused = blame(sights, suspects, self.step)
@@ -164,6 +165,7 @@ class Lane:
 
     def _fail(self, what: str, bucket: int, error: RuntimeError) -> NoReturn:
         """The transport reported an error: it closes a connection, but does not say whose."""
+        self.at(Phase.WAITING, bucket)
         culprits, sights = self.liveness.investigate()
         self._give_up(culprits, sights, what, bucket, error=error)
 

@@ -1,0 +1,223 @@
+"""Liveness: silence is counted fairly, the last word stays readable, and closing leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore
+
+from gradsync.policy import Guard
+from gradsync.transport import liveness as module
+from gradsync.transport.groups import Groups, make_groups
+from gradsync.transport.hosts import declare_host
+from gradsync.transport.liveness import Liveness
+from gradsync.transport.mailbox import Mailbox, RemotePeer
+from gradsync.transport.meeting import Meeting
+from gradsync.transport.page import INITIAL, Page, Phase, State, encode
+from gradsync.transport.peers import LocalPeer
+
+GUARD = Guard(dead_after=2.0)
+SOLO = Groups(0, 2, (0, 1), None, {})  # type: ignore[arg-type]  # nobody communicates here
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def alone(monkeypatch: pytest.MonkeyPatch, peers: dict[int, Any]) -> Liveness:
+    """A Liveness that met `peers`."""
+    monkeypatch.setattr(module, "meet", lambda *_: Meeting(peers, None))
+    return Liveness(SOLO, GUARD)
+
+
+@pytest.fixture
+def theirs() -> Any:
+    page = Page.create()
+    yield page
+    page.close()
+
+
+def local(page: Page) -> LocalPeer:
+    peer = LocalPeer.find(os.getpid(), page.fd, page.nonce)
+    assert peer is not None
+    return peer
+
+
+# --- silence ---
+
+
+def test_silence_lasts_until_the_next_beat(theirs: Page) -> None:
+    peer = local(theirs)
+    for _ in range(4):
+        peer.listen(0.5)
+    assert peer.silent_s == 1.5  # the first time it was heard, it spoke
+    theirs.write(INITIAL._replace(beat=1))
+    peer.listen(0.5)
+    assert peer.silent_s == 0
+    assert not peer.dead()
+    peer.close()
+
+
+def test_a_rank_that_stood_still_itself_blames_nobody(monkeypatch: pytest.MonkeyPatch, theirs: Page) -> None:
+    peer = local(theirs)
+    own = alone(monkeypatch, {1: peer})
+    until(lambda: own.state.beat > 0)
+    own._stop.set()
+    own._thread.join()
+    peer.silent_s = 0.0
+    # The clock shows that this process slept for an hour between two ticks.
+    clock = iter([0.0, 3600.0])
+    ticks = iter([False, True])
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(own._stop, "wait", lambda _: next(ticks))
+    own._beat()
+    monkeypatch.undo()
+    assert not own.sights()[1].silent
+    own.close()
+
+
+def test_a_remote_peer_is_silent_only_as_far_as_the_store_was_read(tmp_path: Path) -> None:
+    mailbox = Mailbox(FileStore(str(tmp_path / "store"), 1), "x", 0, [1], lambda: INITIAL)
+    peer = RemotePeer(mailbox, 1)
+    mailbox.rounds = 1
+    peer.listen(0.5)
+    peer.listen(60)  # the store did not answer for a minute
+    assert peer.silent_s == 0
+    mailbox.states[1] = INITIAL._replace(beat=9)
+    mailbox.rounds = 2
+    peer.listen(0.5)  # now it does, and the peer has beaten
+    assert peer.silent_s == 0
+    peer.listen(60)
+    mailbox.rounds = 3
+    peer.listen(0.5)  # now it does, and the peer has not
+    assert peer.silent_s == 60.5
+    mailbox.close()
+
+
+def test_a_store_that_does_not_answer_is_mute_only_while_somebody_asks(tmp_path: Path) -> None:
+    mailbox = Mailbox(FileStore(str(tmp_path / "store"), 1), "x", 0, [1], lambda: INITIAL)
+    mailbox.close()  # its thread is out of the way: nobody reads the store
+    mailbox.listen(9.0)
+    assert mailbox.mute_s == 0
+    mailbox.watch(True)
+    mailbox.listen(9.0)
+    mailbox.listen(9.0)
+    assert mailbox.mute_s == 18.0
+    mailbox.rounds += 1
+    mailbox.listen(9.0)
+    assert mailbox.mute_s == 0
+
+
+# --- the store ---
+
+
+@pytest.mark.parametrize("value", [b"", b"null", b"[" * 10_000, b"\xff" * 300, encode(INITIAL)[:-1]])
+def test_a_hostile_value_in_the_store_changes_nothing(tmp_path: Path, value: bytes) -> None:
+    store = FileStore(str(tmp_path / "store"), 1)
+    theirs = PrefixStore("meeting", store)
+    theirs.set("1", value)  # type: ignore[arg-type]
+    mailbox = Mailbox(store, "meeting", 0, [1], lambda: INITIAL)
+    mailbox.watch(True)
+    until(lambda: mailbox.rounds > 0)
+    assert mailbox.states == {1: INITIAL}
+    said = State(3, 4, Phase.LOST_PEER, -1, (2,))
+    theirs.set("1", encode(said))  # type: ignore[arg-type]
+    until(lambda: mailbox.states == {1: said})
+    mailbox.close()
+    assert not mailbox._thread.is_alive()
+
+
+def test_the_last_word_reaches_the_store_before_the_mailbox_closes(tmp_path: Path) -> None:
+    store = FileStore(str(tmp_path / "store"), 1)
+    said = [INITIAL]
+    mailbox = Mailbox(store, "meeting", 0, [], lambda: said[0])
+    said[0] = State(1, 2, Phase.LEFT, -1, ())
+    mailbox.close()
+    assert PrefixStore("meeting", store).get("0") == encode(said[0])
+
+
+# --- the end ---
+
+
+def test_closing_says_so_and_leaves_no_thread_and_no_descriptor(monkeypatch: pytest.MonkeyPatch, theirs: Page) -> None:
+    threads, descriptors = threading.active_count(), os.listdir("/proc/self/fd")
+    own = alone(monkeypatch, {1: local(theirs)})
+    seen = Page.open(os.getpid(), own._page.fd, own._page.nonce)
+    assert seen is not None
+    own.at(3, Phase.BACKWARD, 1)
+    assert seen.read()[1:4] == (3, Phase.BACKWARD, 1)
+    own.close()
+    own.close()
+    assert seen.read()[1:3] == (3, Phase.LEFT)
+    seen.close()
+    assert threading.active_count() == threads
+    assert os.listdir("/proc/self/fd") == descriptors
+    own.at(4, Phase.COMPUTING)  # too late, but no error
+    assert own.sights() == {}
+
+
+def test_who_gave_up_is_read_as_that_after_it_closed(monkeypatch: pytest.MonkeyPatch, theirs: Page) -> None:
+    own = alone(monkeypatch, {1: local(theirs)})
+    seen = Page.open(os.getpid(), own._page.fd, own._page.nonce)
+    assert seen is not None
+    own.at(3, Phase.LOST_PEER, culprits=(1,))
+    own.close()
+    assert seen.read()[1:] == (3, Phase.LOST_PEER, -1, (1,))
+    seen.close()
+
+
+def test_a_forked_child_does_not_speak_for_its_parent(monkeypatch: pytest.MonkeyPatch, theirs: Page) -> None:
+    own = alone(monkeypatch, {1: local(theirs)})
+    with monkeypatch.context() as patch:
+        patch.setattr(module.os, "getpid", lambda: -1)
+        own.close()
+    assert own.state.phase == Phase.COMPUTING
+    assert own.sights().keys() == {1}
+    own.close()
+
+
+# --- the meeting ---
+
+
+def _meet(sight: str) -> tuple[list[tuple[str, int]], list[str]]:
+    """Who each peer is for us, after it was seen to speak, and the threads that remain."""
+    rank = dist.get_rank()
+    if sight == "remote":
+        declare_host(f"h{rank}")
+    find = LocalPeer.find
+    if sight == "one-sided" and rank == 0:
+        LocalPeer.find = lambda *_: None  # type: ignore[method-assign,assignment]
+    assert dist.group.WORLD is not None
+    try:
+        groups = make_groups(dist.group.WORLD, [], 30)
+        own = Liveness(groups, GUARD)
+        own.watch(True)
+        own.at(10 + rank, Phase.BACKWARD)
+        until(lambda: all(sight.state.step == 10 + peer for peer, sight in own.sights().items()))
+        kinds = [(type(peer).__name__, peer.look().step) for peer in own._peers.values()]
+        dist.barrier()
+        own.close()
+        groups.close()
+    finally:
+        declare_host(None)
+        LocalPeer.find = find  # type: ignore[method-assign]
+    return kinds, sorted(t.name for t in threading.enumerate() if t.name.startswith("gradsync"))
+
+
+@pytest.mark.parametrize("sight", ["local", "remote", "one-sided"])
+def test_ranks_find_each_other(run: Callable[..., list[Any]], sight: str) -> None:
+    found = run(_meet, sight, ranks=3)
+    for rank, (kinds, threads) in enumerate(found):
+        kind = "RemotePeer" if sight == "remote" or (sight == "one-sided" and rank == 0) else "LocalPeer"
+        assert kinds == [(kind, 10 + peer) for peer in range(3) if peer != rank]
+        assert threads == []
