@@ -35,7 +35,7 @@ class Guard:
             value = getattr(self, name)
             if value is None and name == "timeout":
                 continue
-            if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise ValueError(f"Guard: {name} must be a positive number of seconds, got {value!r}")
         if self.nonfinite not in get_args(NonFinitePolicy):
             raise ValueError(f'Guard: nonfinite must be "allow", "skip" or "raise", got {self.nonfinite!r}')

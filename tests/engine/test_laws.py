@@ -97,6 +97,7 @@ def load_different_states() -> str:
         state["step"] = 17
     with pytest.raises(gs.Disagreement) as caught:
         ctx.sync.load_state_dict(state)
+    ctx.sync.detach()
     return str(caught.value)
 
 

@@ -294,6 +294,5 @@ def test_buffers_stay_each_ranks_own_if_told_so(run: Any) -> None:
     assert run(count, True, "none") == [[1, 2, 3], [2, 4, 6]]
 
 
-@pytest.mark.xfail(reason="Buffers holds the tensors of attach: a buffer that forward replaces is not followed")
 def test_a_buffer_that_forward_replaces_follows_rank_0_too(run: Any) -> None:
     assert run(count, False, "broadcast") == [[1, 2, 3]] * 2

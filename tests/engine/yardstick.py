@@ -57,7 +57,7 @@ class Scenario:
     optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]] = lambda model: [
         torch.optim.AdamW(model.parameters(), lr=1e-2)
     ]
-    plan: gs.Plan = gs.Plan(bucket_bytes=1024)
+    plan: gs.Plan = field(default_factory=lambda: gs.Plan(bucket_bytes=1024))
     ddp: dict[str, Any] | None = field(default_factory=dict)  # None: DDP cannot do this
     wrap: Callable[[nn.Module], Any] = lambda model: model
 

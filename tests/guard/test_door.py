@@ -404,9 +404,6 @@ def refuse_on(odd: int, case: str) -> tuple[str, list[str], bool]:
     return heard(arguments), own_threads(), averages()
 
 
-@pytest.mark.xfail(
-    run=False, reason="attach makes the data groups before the door: the others wait for the refusing rank"
-)
 @pytest.mark.parametrize("case", sorted(set(REFUSALS) - NEEDS_ALL_RANKS))
 def test_what_one_rank_refuses_stops_all_and_names_it(case: str, run: Any) -> None:
     reason = REFUSALS[case][1].split(": ", 1)[1]
@@ -418,7 +415,6 @@ def differ_in_arguments(name: str, usual: Any, other: Any) -> str:
     return heard(on_model(with_buffer(2), **{name: other if dist.get_rank() == 1 else usual}))
 
 
-@pytest.mark.xfail(reason="attach does not compare its own arguments across ranks")
 @pytest.mark.parametrize(
     ("name", "usual", "other"),
     [("buffers", "broadcast", "none"), ("guard", gs.Guard(nonfinite="skip"), gs.Guard(nonfinite="raise"))],

@@ -94,7 +94,7 @@ def lane(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> Lane:
 
 
 def make(peers: Peers, timeout: float, warn_after: float = 30) -> Lane:
-    lane = Lane(Groups(0, 3, RANKS, None, {}), peers, Guard(warn_after=warn_after), timeout)  # type: ignore[arg-type]
+    lane = Lane(Groups(0, 3, RANKS, None, {}, set()), peers, Guard(warn_after=warn_after), timeout)  # type: ignore[arg-type]
     lane.step = STEP
     lane.describe = lambda bucket: f"bucket {bucket} (weight {bucket})"
     return lane

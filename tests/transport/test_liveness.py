@@ -24,7 +24,7 @@ from gradsync.transport.page import INITIAL, Page, Phase, State, encode
 from gradsync.transport.peers import LocalPeer
 
 GUARD = Guard(dead_after=2.0)
-SOLO = Groups(0, 2, (0, 1), None, {})  # type: ignore[arg-type]  # nobody communicates here
+SOLO = Groups(0, 2, (0, 1), None, {}, set())  # type: ignore[arg-type]  # nobody communicates here
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -199,7 +199,7 @@ def _meet(sight: str) -> tuple[list[tuple[str, int]], list[str]]:
         LocalPeer.find = lambda *_: None  # type: ignore[method-assign,assignment]
     assert dist.group.WORLD is not None
     try:
-        groups = make_groups(dist.group.WORLD, [], 30)
+        groups = make_groups(dist.group.WORLD, 30)
         own = Liveness(groups, GUARD)
         own.watch(True)
         own.at(10 + rank, Phase.BACKWARD)

@@ -23,6 +23,7 @@ from gradsync.transport.groups import group_timeout, make_groups
 from gradsync.transport.lane import Lane
 from gradsync.transport.liveness import Liveness
 
+_NET_S = 30.0  # our own bound expires first: the groups' is only the net below it
 _attachments = itertools.count()  # the same on every rank: names this attachment in the store
 
 
@@ -75,20 +76,23 @@ def attach_engine(
     except (TypeError, ValueError) as error:
         if dist.get_world_size(parent) == 1:
             raise
-        refusal, inventory = error, Inventory([], [])
+        # What was refused is not looked at again: this rank only tells the others.
+        refusal, inventory, plan, guard, optimizers = error, Inventory([], []), Plan(), Guard(), []
     timeout = guard.timeout if guard.timeout is not None else group_timeout(parent)
-    lane = _open_lane(parent, _device_types(inventory), guard, timeout)
+    lane = _open_lane(parent, guard, timeout)
+    shared = plan.canonical() | {"buffers": buffers, "nonfinite": guard.nonfinite}
     try:
-        check_door(lane, inventory.table(optimizers), plan.canonical(), None if refusal is None else str(refusal))
+        check_door(lane, inventory.table(optimizers), shared, None if refusal is None else str(refusal))
         if refusal is not None:
             raise refusal
+        lane.groups.add_data(parent, _device_types(inventory), timeout + _NET_S)
         _start_alike(lane, inventory, optimizers)
     except BaseException:
         lane.liveness.close()
         raise
     window = Window(plan.pace)
-    travelling = inventory.buffers if buffers == "broadcast" else []
-    reducer = Reducer(inventory.entries, lane, plan, guard, Buffers(travelling), window.k)
+    travelling = Buffers(inventory.buffers if buffers == "broadcast" else [])
+    reducer = Reducer(inventory.entries, lane, plan, guard, travelling, window.k)
     listens = always or lane.groups.size > 1 or window.k > 1
     return GradSync(model, optimizers, plan, inventory.entries, travelling, reducer, window, listens)
 
@@ -118,13 +122,12 @@ def _check_arguments(plan: Plan, guard: Guard, buffers: str) -> None:
 
 
 def _device_types(inventory: Inventory) -> list[str]:
-    tensors = [entry.param for entry in inventory.entries] + inventory.buffers
-    return sorted({tensor.device.type for tensor in tensors})
+    return sorted({tensor.device.type for tensor in inventory.tensors()})
 
 
-def _open_lane(parent: dist.ProcessGroup, device_types: list[str], guard: Guard, timeout: float) -> Lane:
-    # Our own bound expires first: the groups' is only the net below it.
-    groups = make_groups(parent, device_types, timeout + 30)
+def _open_lane(parent: dist.ProcessGroup, guard: Guard, timeout: float) -> Lane:
+    # Control only: the groups for data wait until the ranks have agreed on which they need.
+    groups = make_groups(parent, timeout + _NET_S)
     liveness = Liveness(groups, guard, str(next(_attachments)))
     return Lane(groups, liveness, guard, timeout)
 
@@ -133,8 +136,7 @@ def _start_alike(lane: Lane, inventory: Inventory, optimizers: list[Optimizer]) 
     """Parameters, buffers and optimizers begin as rank 0's."""
     if lane.groups.size == 1:
         return
-    tensors = [entry.param.detach() for entry in inventory.entries] + inventory.buffers
-    broadcast_tensors(lane, tensors, 0, "the model's parameters")
+    broadcast_tensors(lane, inventory.tensors(), 0, "the model's parameters")
     for optimizer in optimizers:
         if differing := broadcast_optimizer(lane, optimizer, 0):
             warnings.warn(

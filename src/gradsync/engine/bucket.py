@@ -17,6 +17,8 @@ from collections.abc import Iterable, MutableMapping
 
 import torch
 
+from gradsync.guard.header import Mark
+
 _ALIGN_NBYTES = 64
 _LARGE_NBYTES = 1 << 16  # a CPU copies this much in less time than Python needs to ask for it
 _MIN_BUCKET, _MAX_BUCKET, _NUM_BUCKETS = 1 << 20, 25 << 20, 8
@@ -114,35 +116,34 @@ class Bucket:
         if raw not in self.streams:
             self.streams[raw] = torch.cuda.current_stream(self.flat.device)
 
-    def complete(self, used: bytearray | bytes, scale: float) -> None:
+    def complete(self, marks: bytearray, scale: float) -> None:
         """Put in what is not there yet: small gradients, and what stands in `.grad` of unused parameters."""
         if len(self.streams) > 1:
             self._join_streams()
         for entry in self.large:
             if not entry.filled:
-                self._stand_in(entry, bool(used[entry.index] & 1), scale)
+                self._stand_in(entry, bool(marks[entry.index] & Mark.USED), scale)
         views, grads = [], []
         for entry in self.small:
-            grad = entry.param.grad
-            if entry.filled:
-                continue
+            param = entry.param
+            grad = param.grad
+            used = marks[entry.index] & Mark.USED
             if grad is None:
                 entry.view.zero_()
             elif grad.is_sparse:
+                marks[entry.index] |= Mark.SPARSE
                 entry.view.copy_(grad.to_dense())
             elif grad.data_ptr() != entry.ptr:
                 views.append(entry.view)
                 grads.append(grad)
-            elif not used[entry.index] & 1:
+            elif not used:
                 entry.kept = entry.view.clone()
+            if used:
+                param.grad = None
         if views:
             torch._foreach_copy_(views, grads)
         if self.small and scale != 1.0:
             self.small_flat.mul_(scale)
-        for entry in self.small:
-            if used[entry.index] & 1:
-                entry.param.grad = None
-            entry.filled = True
 
     def _join_streams(self) -> None:
         """The current stream waits for all others; their memory is not used again before it has read it."""
@@ -161,7 +162,7 @@ class Bucket:
         elif used:
             entry.take(scale)
         else:
-            if grad.data_ptr() == entry.ptr:
+            if not grad.is_sparse and grad.data_ptr() == entry.ptr:
                 entry.kept = entry.view.clone()
             torch.mul(grad.to_dense() if grad.is_sparse else grad, scale, out=entry.view)
         entry.filled = True
@@ -173,18 +174,14 @@ class Bucket:
                 entry.param.grad = entry.view
             elif entry.kept is not None:
                 entry.view.copy_(entry.kept)
-            entry.kept = None
-            entry.filled = False
-        self._begin_again()
+        self.reset()
 
     def reset(self) -> None:
-        """Forget a step that came to nothing."""
+        """Be ready for the next step."""
         for entry in self.entries:
             entry.kept = None
+        for entry in self.large:
             entry.filled = False
-        self._begin_again()
-
-    def _begin_again(self) -> None:
         self.missing = len(self.entries)
         self.streams.clear()
 

@@ -14,14 +14,14 @@ from torch.optim import Optimizer
 
 from gradsync.engine.bucket import Entry
 from gradsync.engine.hooks import GradientHook
+from gradsync.engine.replicas import BufferSite
 
 
 class Inventory(NamedTuple):
     """The parameters in order of registration, each once, and the buffers."""
 
     entries: list[Entry]
-    buffers: list[torch.Tensor]
-    buffer_names: Sequence[str] = ()
+    buffers: list[BufferSite]
 
     def table(self, optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
         """What ranks compare: one row per parameter and per buffer."""
@@ -35,8 +35,11 @@ class Inventory(NamedTuple):
             }
             for entry in self.entries
         ]
-        buffers = [_row("buffer", name, each) for name, each in zip(self.buffer_names, self.buffers, strict=True)]
-        return parameters + buffers
+        return parameters + [_row("buffer", site.name, site.tensor) for site in self.buffers]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All values a replica holds."""
+        return [entry.param.detach() for entry in self.entries] + [site.tensor for site in self.buffers]
 
 
 def take_inventory(model: torch.nn.Module, optimizers: Sequence[Optimizer], ignore: Iterable[Any]) -> Inventory:
@@ -44,7 +47,7 @@ def take_inventory(model: torch.nn.Module, optimizers: Sequence[Optimizer], igno
     _refuse_wrappers(model)
     ignored = _read_ignore(model, ignore)
     entries: list[Entry] = []
-    buffers: dict[str, torch.Tensor] = {}
+    buffers: list[BufferSite] = []
     seen = set(ignored)
     for prefix, module in model.named_modules():
         sparse = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
@@ -61,14 +64,14 @@ def take_inventory(model: torch.nn.Module, optimizers: Sequence[Optimizer], igno
             seen.add(id(buffer))
             name = _clean(f"{prefix}.{key}" if prefix else key)
             _refuse_buffer(name, buffer)
-            buffers[name] = buffer
+            buffers.append(BufferSite(name, module._buffers, key))
     if not any(entry.param.requires_grad for entry in entries):
         raise ValueError(
             "the model has no parameter that requires a gradient, so there is nothing to synchronize; "
             "attach after parameters are made and unfrozen"
         )
     _refuse_optimizers(entries, optimizers, ignored)
-    return Inventory(entries, list(buffers.values()), list(buffers))
+    return Inventory(entries, buffers)
 
 
 def _read_ignore(model: torch.nn.Module, ignore: Iterable[Any]) -> set[int]:

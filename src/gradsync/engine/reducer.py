@@ -71,6 +71,8 @@ class Reducer:
         self._blocked = False
         self._held_up_by: str | None = None
         self._source = 0
+        self._nothing_used = bytes(len(entries))  # the marks of a step that has not begun
+        self._last_marks = b""  # what all ranks said in the last step, if they said the same
         self.note_trainable()
         self.lay_out()
 
@@ -78,9 +80,9 @@ class Reducer:
 
     def note_trainable(self) -> None:
         """Read which parameters require a gradient now."""
-        for entry in self.entries:
-            trainable = Mark.TRAINABLE if entry.param.requires_grad else 0
-            self.marks[entry.index] = (self.marks[entry.index] & ~Mark.TRAINABLE) | trainable
+        self._nothing_used = bytes(Mark.TRAINABLE if e.param.requires_grad else 0 for e in self.entries)
+        for index, trainable in enumerate(self._nothing_used):
+            self.marks[index] = (self.marks[index] & ~Mark.TRAINABLE) | trainable
 
     def begin(self, synchronize: bool) -> None:
         """A backward begins; `synchronize` if it is the one after which gradients travel."""
@@ -90,22 +92,31 @@ class Reducer:
         self.lane.at(Phase.BACKWARD)
 
     def arrived(self, entry: Entry) -> None:
-        """The gradient of one parameter has been accumulated into `.grad`."""
-        index = entry.index
-        again = entry.seen == self._backward
-        if again:
-            self.marks[index] |= Mark.REPEATED
-        else:
-            entry.seen = self._backward
-            if not self.learned:
-                self._arrivals.append(index)
-        self.marks[index] |= Mark.USED
+        """The gradient of one parameter has been accumulated into `.grad`. The hottest line of all."""
+        if entry.seen == self._backward:
+            self._arrived_again(entry)
+            return
+        entry.seen = self._backward
+        self.marks[entry.index] |= Mark.USED
         bucket = entry.bucket
         if bucket is None:
             return
         if bucket.on_gpu:
             bucket.note_stream()
         if not self._streaming:
+            self._arrivals.append(entry.index)
+            return
+        if entry.large:
+            entry.take(self._scale)
+        bucket.missing -= 1
+        if not bucket.missing:
+            self._advance(entry)
+
+    def _arrived_again(self, entry: Entry) -> None:
+        """A second time in one backward: reentrant checkpointing of segments that share a weight."""
+        self.marks[entry.index] |= Mark.REPEATED
+        bucket = entry.bucket
+        if bucket is None or not self._streaming:
             return
         if bucket.index < self._next:
             raise BackwardAborted(
@@ -116,10 +127,6 @@ class Reducer:
             )
         if entry.large:
             entry.take(self._scale)
-        if not again:
-            bucket.missing -= 1
-            if bucket.missing == 0:
-                self._advance(entry)
 
     def _advance(self, entry: Entry) -> None:
         """Launch every bucket that is full and whose turn it is."""
@@ -147,7 +154,7 @@ class Reducer:
         if self.learned:
             self._launch_buckets()
         elif self._guard.nonfinite != "allow":
-            self._find_nonfinite(e for e in self.entries if e.param.grad is not None)
+            self._find_nonfinite((e, e.param.grad) for e in self.entries if e.param.grad is not None)
         self._launch_header(micro_batches, flags)
 
     def settle_first(self) -> None:
@@ -181,7 +188,7 @@ class Reducer:
     def _launch(self, bucket: Bucket) -> None:
         bucket.complete(self.marks, self._scale)
         if self._guard.nonfinite != "allow" and self._nonfinite < 0 and not bool(bucket.flat.sum().isfinite()):
-            self._find_nonfinite(bucket.entries)
+            self._find_nonfinite((entry, entry.view) for entry in bucket.entries)
         self.lane.at(Phase.BACKWARD, bucket.index)
         self._tickets.append(launch_sum(self.lane, bucket.flat, bucket.index))
         self._next += 1
@@ -189,7 +196,7 @@ class Reducer:
     def _launch_header(self, micro_batches: int, flags: Flag) -> None:
         if self.weight is not None:
             flags |= Flag.WEIGHTED
-        for entry in self.entries:
+        for entry in self.entries if not self.learned else self._apart:
             if entry.param.grad is not None and entry.param.grad.is_sparse:
                 self.marks[entry.index] |= Mark.SPARSE
         weight = 0.0 if flags & (Flag.SHADOW | Flag.ABORTED) else 1.0 if self.weight is None else self.weight
@@ -268,7 +275,7 @@ class Reducer:
             if factor != 1.0:
                 bucket.flat.mul_(factor)
             bucket.hand_out(everything)
-        apart = [e for e in self.entries if e.bucket is None and used[e.index]]
+        apart = [entry for entry in self._apart if used[entry.index]]
         if apart:
             self._average_apart(apart, headers, factor)
 
@@ -306,6 +313,10 @@ class Reducer:
 
     def _learn(self, headers: Headers) -> None:
         """Lay the buckets out anew when the header told something new; equal on all ranks."""
+        said = headers.marks[0] if headers.same_marks else b""
+        if self.learned and said and said == self._last_marks:
+            return
+        self._last_marks = said
         used, repeated = headers.any(Mark.USED), headers.any(Mark.REPEATED)
         sparse, trainable = headers.any(Mark.SPARSE), headers.any(Mark.TRAINABLE)
         changed = False
@@ -338,6 +349,8 @@ class Reducer:
             self._plan.bucket_bytes,
             self._held,
         )
+        # Those without a bucket: frozen now, or sparse.
+        self._apart = [entry for entry in self.entries if entry.bucket is None]
         self.lane.describe = self._layout.describe
 
     def state_dict(self) -> dict[str, object]:
@@ -365,9 +378,7 @@ class Reducer:
         return len(self._layout.buckets)
 
     def _reset(self) -> None:
-        for index in range(len(self.marks)):
-            self.marks[index] &= Mark.TRAINABLE
-        self.note_trainable()
+        self.marks[:] = self._nothing_used
         self.weight = None
         self.backwards = 0
         self._next = 0
@@ -405,10 +416,9 @@ class Reducer:
         nbytes = sum(ticket.nbytes for ticket in self._tickets)
         self.recorder.finish_step(self.lane.step, spans, nbytes, len(self._tickets), self._held_up_by)
 
-    def _find_nonfinite(self, entries: Iterable[Entry]) -> None:
-        for entry in entries:
-            values = entry.view if entry.filled else entry.param.grad
-            if values is not None and not bool(values.isfinite().all()):
+    def _find_nonfinite(self, gradients: Iterable[tuple[Entry, torch.Tensor]]) -> None:
+        for entry, grad in gradients:
+            if not bool(grad.to_dense().isfinite().all()):
                 self._nonfinite = entry.index
                 return
 

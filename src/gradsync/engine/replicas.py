@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
+from gradsync.errors import GradSyncError
 from gradsync.guard.agreement import Document, agree, majority
 from gradsync.transport.lane import Lane, Ticket
 
@@ -37,17 +38,44 @@ def broadcast_tensors(lane: Lane, tensors: Iterable[torch.Tensor], source: int, 
         _unpack(flat, batch)
 
 
+class BufferSite(NamedTuple):
+    """Where a buffer lives: forward may put another tensor there (`self.count = self.count + 1`)."""
+
+    name: str
+    owner: dict[str, torch.Tensor | None]
+    key: str
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        tensor = self.owner[self.key]
+        assert tensor is not None
+        return tensor
+
+
 class Buffers:
     """The model's buffers: the source's values go to all ranks with every synchronization."""
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._by_device: dict[str, list[torch.Tensor]] = {}
-        for tensor in tensors:
-            self._by_device.setdefault(tensor.device.type, []).append(tensor)
+    def __init__(self, sites: list[BufferSite]) -> None:
+        self._sites = sites
+        self._forms = [_form(site.tensor) for site in sites]
         self._under_way: list[tuple[torch.Tensor, Ticket, list[torch.Tensor]]] = []
 
+    def tensors(self) -> list[torch.Tensor]:
+        """The buffers as they are now; of the form that the ranks agreed on, or an error."""
+        tensors = [site.tensor for site in self._sites]
+        for site, tensor, form in zip(self._sites, tensors, self._forms, strict=True):
+            if _form(tensor) != form:
+                raise GradSyncError(
+                    f"buffer {site.name} was {form} at attach and is {_form(tensor)} now; "
+                    'keep its form, name it in attach(ignore=...), or use buffers="none"'
+                )
+        return tensors
+
     def launch(self, lane: Lane, source: int) -> None:
-        for tensors in self._by_device.values():
+        by_device: dict[str, list[torch.Tensor]] = {}
+        for tensor in self.tensors():
+            by_device.setdefault(tensor.device.type, []).append(tensor)
+        for tensors in by_device.values():
             flat, ticket = _launch_broadcast(lane, tensors, source, "the model's buffers")
             self._under_way.append((flat, ticket, tensors))
 
@@ -93,6 +121,10 @@ def _launch_broadcast(lane: Lane, tensors: list[torch.Tensor], source: int, what
     channel = lane.groups.data.get(flat.device.type, lane.groups.control)
     ticket = lane.launch(lambda: channel.broadcast(flat, source), what, flat.numel(), on_host=channel.on_host)
     return flat, ticket
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device.type}"
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

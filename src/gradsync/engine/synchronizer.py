@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from gradsync.engine.bucket import Entry
 from gradsync.engine.hooks import Hooks, queue_callback
 from gradsync.engine.reducer import Reducer
-from gradsync.engine.replicas import broadcast_optimizer, broadcast_tensors
+from gradsync.engine.replicas import Buffers, broadcast_optimizer, broadcast_tensors
 from gradsync.errors import BackwardAborted, GradSyncError, PeerFault
 from gradsync.guard.agreement import Document, agree, gather_bytes
 from gradsync.guard.header import Flag
@@ -35,7 +35,7 @@ class GradSync:
         optimizers: Sequence[Optimizer],
         plan: Plan,
         entries: list[Entry],
-        buffers: list[torch.Tensor],
+        buffers: Buffers,
         reducer: Reducer,
         window: Window,
         listens: bool,
@@ -112,7 +112,7 @@ class GradSync:
 
     def broadcast(self, source: int = 0) -> None:
         """Make parameters, buffers and optimizer state on every rank those of rank `source` of the group."""
-        tensors = [entry.param.detach() for entry in self._entries] + self._buffers
+        tensors = [entry.param.detach() for entry in self._entries] + self._buffers.tensors()
         broadcast_tensors(self._lane, tensors, source, "the model's parameters")
         for optimizer in self._optimizers:
             broadcast_optimizer(self._lane, optimizer, source)
@@ -189,13 +189,16 @@ class GradSync:
 
     def arrived(self, entry: Entry, param: torch.Tensor) -> None:
         """A parameter's gradient has been accumulated."""
+        if not self._fired:
+            self._first_arrival()
+        self._reducer.arrived(entry)
+
+    def _first_arrival(self) -> None:
         if not self._in_backward:
             self._begun_at = None
             self._begin()
-        if not self._fired:
-            self._fired = True
-            self._first_at = time.perf_counter()
-        self._reducer.arrived(entry)
+        self._fired = True
+        self._first_at = time.perf_counter()
 
     def before_step(self, optimizer: Optimizer) -> None:
         """`optimizer.step()` is called: take part in a synchronization that this rank's backward missed."""
@@ -228,7 +231,8 @@ class GradSync:
 
     def _ended(self) -> None:
         self._in_backward = False
-        if not self._fired:
+        fired, self._fired = self._fired, False
+        if not fired:
             # torch.autograd.grad: no gradient was accumulated, so nothing is to be synchronized.
             if self._window.backwards:
                 self._window.hide(self._parameters())
@@ -278,7 +282,8 @@ class GradSync:
         """The last backward raised before its end: finish its synchronization so that all ranks drop it."""
         self._in_backward = False
         self._num_backwards += 1
-        if self._no_sync or not self._fired:
+        fired, self._fired = self._fired, False
+        if self._no_sync or not fired:
             return
         self._synchronize_now(Flag.ABORTED)
 

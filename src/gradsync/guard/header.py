@@ -19,13 +19,16 @@ _HEAD = struct.Struct("<qQdiiiI8s")
 HEAD_NBYTES = _HEAD.size
 
 
-class Mark(enum.IntFlag):
-    """What a rank says of one parameter."""
+class Mark:
+    """What a rank says of one parameter: bits of a byte. Plain numbers, since every gradient sets one."""
 
     USED = 1  # its gradient changed since the last synchronization
     TRAINABLE = 2
     REPEATED = 4  # its hook fired twice in one backward: reentrant checkpointing
     SPARSE = 8  # its gradient is sparse
+
+
+_HAS = {bit: bytes(1 if marks & bit else 0 for marks in range(256)) for bit in (1, 2, 4, 8)}
 
 
 class Flag(enum.IntFlag):
@@ -60,11 +63,11 @@ class Headers:
         self.same_marks = all(marks == self.marks[0] for marks in self.marks)
         self._rows = rows
 
-    def any(self, mark: Mark) -> bytes:
+    def any(self, mark: int) -> bytes:
         """Per parameter, 1 where any rank set `mark`."""
         if self.same_marks:
-            return bytes(1 if marks & mark else 0 for marks in self.marks[0])
-        return bytes((self._rows[:, HEAD_NBYTES:] & int(mark)).amax(0).clamp(max=1).numpy())
+            return self.marks[0].translate(_HAS[mark])
+        return bytes((self._rows[:, HEAD_NBYTES:] & mark).amax(0).clamp(max=1).numpy())
 
     def flagged(self, flag: Flag) -> list[int]:
         """The ranks (by index in the group) that set `flag`."""

@@ -81,30 +81,34 @@ class Groups(NamedTuple):
     ranks: tuple[int, ...]  # the members' global ranks, by index
     control: Channel
     data: dict[str, Channel]
-    wires: frozenset[tuple[int, str]] = frozenset()  # their connections
+    wires: set[tuple[int, str]]  # their connections
+
+    def add_data(self, parent: dist.ProcessGroup, device_types: list[str], timeout: float) -> None:
+        """Make the channels for tensors of these kinds; every member must call this with the same ones."""
+        before, store = connections(), _fresh_prefix(list(self.ranks))
+        for kind in device_types:
+            self.data[kind] = _make(store, kind, _backend_for(parent, kind), self.rank, self.size, timeout)
+        self.wires.update(connections() - before)
 
     def close(self) -> None:
         for channel in (self.control, *self.data.values()):
             channel.close()
 
 
-def make_groups(parent: dist.ProcessGroup, device_types: list[str], timeout: float) -> Groups:
-    """Channels among the members of `parent`; every member must call this, others must not."""
+def make_groups(parent: dist.ProcessGroup, timeout: float) -> Groups:
+    """A control channel among the members of `parent`; every member must call this, others must not."""
     ranks = dist.get_process_group_ranks(parent)
     rank, size = dist.get_rank(parent), len(ranks)
-    store = _fresh_prefix(ranks)
-    limit = timedelta(seconds=timeout)
     before = connections()
+    control = _make(_fresh_prefix(ranks), "control", "gloo", rank, size, timeout)
+    return Groups(rank, size, tuple(ranks), control, {}, set(connections() - before))
 
-    def make(name: str, backend: str) -> Channel:
-        prefix = PrefixStore(name, store)
-        if backend == "gloo":
-            return Channel(ProcessGroupGloo(prefix, rank, size, limit), on_host=True)
-        return Channel(_nccl(prefix, rank, size, limit), on_host=False)
 
-    control = make("control", "gloo")
-    data = {kind: make(kind, _backend_for(parent, kind)) for kind in device_types}
-    return Groups(rank, size, tuple(ranks), control, data, connections() - before)
+def _make(store: Store, name: str, backend: str, rank: int, size: int, timeout: float) -> Channel:
+    prefix, limit = PrefixStore(name, store), timedelta(seconds=timeout)
+    if backend == "gloo":
+        return Channel(ProcessGroupGloo(prefix, rank, size, limit), on_host=True)
+    return Channel(_nccl(prefix, rank, size, limit), on_host=False)
 
 
 def _fresh_prefix(ranks: list[int]) -> Store:

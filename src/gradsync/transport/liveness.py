@@ -83,6 +83,8 @@ class Liveness:
     def investigate(self) -> tuple[list[int], dict[int, Sight]]:
         """After the transport failed: wait a moment for the facts, then say whose fault it was, and what was seen."""
         self.watch(True)
+        if self._mailbox is not None:
+            self._mailbox.hurry()
         start = time.monotonic()
         while (waited := time.monotonic() - start) < _REPORT_S:
             sights = self.sights()
@@ -90,7 +92,7 @@ class Liveness:
             if culprits := lost(sights, self._state.step) or guilty or (excused if waited >= _QUIET_S else []):
                 return culprits, sights
             time.sleep(0.02)
-        # Nobody is known to be gone: who stayed silent all this time is the best guess.
+        # Nobody is known to be gone: the remote rank that stayed silent all this time is the best guess.
         sights = self._look(_QUIET_S)
         return lost(sights, self._state.step), sights
 
@@ -118,14 +120,16 @@ class Liveness:
                 peer.close()
             self._page.close()
 
-    def _look(self, silent_after: float) -> dict[int, Sight]:
+    def _look(self, remote_silent_after: float) -> dict[int, Sight]:
+        """As `sights`, with another bound for those whose death nobody here can see."""
         if self._closed:
             return {}
-        keeper = self._store_keeper() if self._mailbox and self._mailbox.mute_s >= silent_after else None
-        return {
-            rank: Sight(peer.look(), peer.dead(), peer.silent_s >= silent_after or rank == keeper)
-            for rank, peer in self._peers.items()
-        }
+        keeper = self._store_keeper() if self._mailbox and self._mailbox.mute_s >= remote_silent_after else None
+        sights = {}
+        for rank, peer in self._peers.items():
+            silent_after = remote_silent_after if isinstance(peer, RemotePeer) else self._guard.dead_after
+            sights[rank] = Sight(peer.look(), peer.dead(), peer.silent_s >= silent_after or rank == keeper)
+        return sights
 
     def _store_keeper(self) -> int | None:
         """The rank that goes down with the store: rank 0 keeps it, or is on the host of the agent that does."""

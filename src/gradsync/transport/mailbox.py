@@ -41,11 +41,9 @@ class Mailbox:
         self._thread.start()
 
     def watch(self, curious: bool) -> None:
-        """Whether to read the peers now, not only write ourselves."""
+        """Whether to read the peers too, in the next turn. Cheap: called around every wait of every step."""
         if curious and not self._curious:
             self.mute_s = 0.0
-            self._curious = True
-            self._wake.set()
         self._curious = curious
 
     def hurry(self) -> None:

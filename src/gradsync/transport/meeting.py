@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import time
 from collections.abc import Callable
 from hashlib import sha256
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from gradsync.transport.mailbox import Mailbox, RemotePeer
 from gradsync.transport.page import Page, State
 from gradsync.transport.peers import LocalPeer, Peer
 
+_POLL_S = 1e-3
 _CARD = struct.Struct("<32sqq16s")  # host, pid, fd, nonce
 
 
@@ -57,7 +59,10 @@ def _exchange(groups: Groups, mine: bytes) -> list[bytes]:
     row = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
     rows = torch.empty(groups.size, len(mine), dtype=torch.uint8)
     try:
-        groups.control.gather(rows, row).wait()
+        work = groups.control.gather(rows, row)
+        while not work.is_completed():  # a wait in the backend would not hear Ctrl-C
+            time.sleep(_POLL_S)
+        work.wait()
     except RuntimeError as error:
         where = place(groups.ranks[groups.rank], groups.size)
         raise PeerLost(f"{where} a rank died or did not come to attach; look at the other ranks' logs", []) from error
