@@ -38,5 +38,5 @@ CPU = {
 }
 GPU = {
     "1000 small": Workload(lambda: _stack(250, 512), (4096, 512)),
-    "few large": Workload(lambda: _stack(12, 4096), (4096, 4096)),
+    "few large": Workload(lambda: _stack(6, 2048), (16384, 2048)),
 }

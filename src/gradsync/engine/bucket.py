@@ -75,7 +75,10 @@ class Entry:
 class Bucket:
     """A flat tensor and the parameters whose gradients fill it."""
 
-    __slots__ = ("entries", "flat", "held", "index", "large", "missing", "on_gpu", "small", "small_flat", "streams")
+    __slots__ = (
+        "_small_params", "_small_views", "entries", "flat", "held", "index", "large", "missing", "on_gpu", "small",
+        "small_flat", "streams",
+    )  # fmt: skip
 
     def __init__(self, index: int, entries: list[Entry], held: bool) -> None:
         first = entries[0].param
@@ -88,6 +91,7 @@ class Bucket:
         self.small = [e for e in entries if everything_small or e.param.numel() * item < _LARGE_NBYTES]
         self.large = [e for e in entries if not everything_small and e.param.numel() * item >= _LARGE_NBYTES]
         self.entries = self.small + self.large
+        large = {entry.index for entry in self.large}
         offsets, total = _offsets([e.param.numel() for e in self.entries], item)
         self.flat = torch.zeros(total, dtype=first.dtype, device=first.device)
         for entry, offset in zip(self.entries, offsets, strict=True):
@@ -95,10 +99,12 @@ class Bucket:
             entry.view = self.flat.as_strided(entry.param.shape, strides, offset)
             entry.ptr = entry.view.data_ptr()
             entry.bucket = self
-            entry.large = entry in self.large
+            entry.large = entry.index in large
             entry.filled = False
         split = offsets[len(self.small)] if self.large else total
         self.small_flat = self.flat[:split]
+        self._small_params = [entry.param for entry in self.small]
+        self._small_views = [entry.view for entry in self.small]
         self.missing = len(entries)
 
     @property
@@ -123,10 +129,32 @@ class Bucket:
         for entry in self.large:
             if not entry.filled:
                 self._stand_in(entry, bool(marks[entry.index] & Mark.USED), scale)
+        if self.missing or not self._copy_all_small():
+            self._copy_small(marks)
+        if self.small and scale != 1.0:
+            self.small_flat.mul_(scale)
+
+    def _copy_all_small(self) -> bool:
+        """The usual case, in as few Python steps as possible: every gradient arrived, none is sparse.
+
+        A gradient that lies in the bucket already is copied onto itself, which does nothing.
+        """
+        params = self._small_params
+        grads = [param.grad for param in params]
+        if not grads:
+            return True
+        try:
+            torch._foreach_copy_(self._small_views, grads)  # type: ignore[arg-type]
+        except (RuntimeError, TypeError):
+            return False  # one is sparse, or was taken away: look at each
+        for param in params:
+            param.grad = None
+        return True
+
+    def _copy_small(self, marks: bytearray) -> None:
         views, grads = [], []
         for entry in self.small:
-            param = entry.param
-            grad = param.grad
+            grad = entry.param.grad
             used = marks[entry.index] & Mark.USED
             if grad is None:
                 entry.view.zero_()
@@ -139,11 +167,9 @@ class Bucket:
             elif not used:
                 entry.kept = entry.view.clone()
             if used:
-                param.grad = None
+                entry.param.grad = None
         if views:
             torch._foreach_copy_(views, grads)
-        if self.small and scale != 1.0:
-            self.small_flat.mul_(scale)
 
     def _join_streams(self) -> None:
         """The current stream waits for all others; their memory is not used again before it has read it."""
@@ -174,12 +200,11 @@ class Bucket:
                 entry.param.grad = entry.view
             elif entry.kept is not None:
                 entry.view.copy_(entry.kept)
+                entry.kept = None
         self.reset()
 
     def reset(self) -> None:
         """Be ready for the next step."""
-        for entry in self.entries:
-            entry.kept = None
         for entry in self.large:
             entry.filled = False
         self.missing = len(self.entries)

@@ -310,6 +310,8 @@ class Reducer:
                 entry.param.grad = None
         for bucket in self._layout.buckets:
             bucket.reset()
+            for entry in bucket.entries:
+                entry.kept = None
 
     def _learn(self, headers: Headers) -> None:
         """Lay the buckets out anew when the header told something new; equal on all ranks."""
