@@ -133,8 +133,12 @@ class GradSync:
         return self._window.backwards > 0
 
     def stats(self) -> dict[str, float | int | str | None]:
-        """What the last steps cost: medians, as a flat dict; see docs/stats.md."""
-        return self._reducer.recorder.stats()
+        """What the last steps cost: medians, as a flat dict; docs/stats.md explains each key."""
+        stats = self._reducer.recorder.stats()
+        size = self._lane.groups.size
+        # What any all-reduce must put on the wire at least, per rank; rings and NCCL send just that.
+        stats["sent_nbytes"] = round(2 * (size - 1) / size * int(stats["nbytes"] or 0))
+        return stats
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to continue to the bit; local, without communication."""

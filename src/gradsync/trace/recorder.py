@@ -85,8 +85,10 @@ class Recorder:
             records = records[1:] if records[0].step == 0 else records
         held_up = Counter(record.held_up_by for record in records if record.held_up_by is not None)
         result: dict[str, float | int | str | None] = {"steps": self.count}
-        for key in ("step_s", "compute_s", "comm_s", "exposed_s", "nbytes", "num_buckets"):
-            result[key] = median(getattr(record, key) for record in records) if records else 0
+        for key in ("step_s", "compute_s", "comm_s", "exposed_s"):
+            result[key] = median(getattr(record, key) for record in records) if records else 0.0
+        for key in ("nbytes", "num_buckets"):
+            result[key] = int(median(getattr(record, key) for record in records)) if records else 0
         result["held_up_by"] = held_up.most_common(1)[0][0] if held_up else None
         result["held_up_steps"] = sum(held_up.values())
         return result
