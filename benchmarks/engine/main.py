@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,24 +23,43 @@ from torch.nn.parallel import DistributedDataParallel
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-from workloads import CPU, GPU, Workload  # noqa: E402
+from workloads import CPU, GPU, SHARED_GPU, Workload  # noqa: E402
 
 import bench_harness  # noqa: E402
 import gradsync as gs  # noqa: E402
 from gradsync.engine.attachment import attach_engine  # noqa: E402
 
 MODES = ("eager", "blocks compiled", "whole compiled")
-TURN = {"cpu": 1, "cuda": 10}  # steps per turn: on a GPU the host runs ahead
 WHOLE = "few large"  # compiling 250 blocks as one graph takes longer than the benchmark
+Choice = tuple[int, bool, bool]  # DDP's bucket_cap_mb, gradient_as_bucket_view and static_graph
+
+
+class Setting(NamedTuple):
+    """Where ranks run and what they train."""
+
+    device: str
+    ranks: int
+    workloads: dict[str, Workload]
+    steps: int  # per turn: on a GPU the host runs ahead
+
+
+SETTINGS = {
+    "cpu": {"two ranks, gloo": Setting("cpu", 2, CPU, 1)},
+    "cuda": {
+        "hook overhead, one rank, nccl": Setting("cuda", 1, GPU, 5),
+        "two ranks, gloo": Setting("cuda", 2, SHARED_GPU, 2),
+    },
+}
 
 
 class Arm:
     """One way to train one replica."""
 
-    def __init__(self, workload: Workload, device: str, mode: str, wrap: Callable[..., Any]) -> None:
+    def __init__(self, setting: Setting, name: str, mode: str, wrap: Callable[..., Any]) -> None:
         torch.manual_seed(0)
-        self.device = device
-        model = workload.build().to(device)
+        self.device, self.steps = setting.device, setting.steps
+        workload = setting.workloads[name]
+        model = workload.build().to(self.device)
         if mode == "blocks compiled":
             for block in model:
                 block.compile()
@@ -49,19 +68,19 @@ class Arm:
         if mode == "whole compiled":
             self.forward = torch.compile(self.forward)
         generator = torch.Generator().manual_seed(dist.get_rank())
-        self.x = torch.randn(workload.batch, generator=generator).to(device)
+        self.x = torch.randn(workload.batch, generator=generator).to(self.device)
 
     def turn(self) -> float:
         """Seconds per step of one turn; every rank starts it together."""
         dist.barrier()
         start = time.perf_counter()
-        for _ in range(TURN[self.device]):
+        for _ in range(self.steps):
             self.forward(self.x).square().mean().backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
         if self.device == "cuda":
             torch.cuda.synchronize()
-        return (time.perf_counter() - start) / TURN[self.device]
+        return (time.perf_counter() - start) / self.steps
 
 
 def _plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
@@ -83,26 +102,32 @@ def _ddp(bucket_mb: int, view: bool, static: bool) -> Callable[..., Any]:
     return wrap
 
 
-def best_ddp(workload: Workload, device: str, rounds: int) -> tuple[tuple[int, bool, bool], dict[str, float]]:
+def best_ddp(setting: Setting, name: str, rounds: int) -> tuple[Choice, dict[str, float]]:
     """DDP's best of bucket size, bucket view and static graph, measured eagerly; agreed over ranks."""
     choices = list(itertools.product((1, 5, 25), (False, True), (False, True)))
-    arms = {str(c): Arm(workload, device, "eager", _ddp(*c)).turn for c in choices}
-    samples = bench_harness.interleave(arms, rounds)
+    arms = {str(c): Arm(setting, name, "eager", _ddp(*c)).turn for c in choices}
+    samples = bench_harness.interleave(arms, rounds + 1)
     medians = torch.tensor([median(samples[str(c)][1:]) for c in choices])
     dist.broadcast(medians, 0)
     return choices[int(medians.argmin())], {str(c): round(float(m), 6) for c, m in zip(choices, medians, strict=True)}
 
 
-def measure(device: str, name: str, mode: str, rounds: int) -> dict[str, Any]:
-    """One cell: a model in one mode, all arms."""
-    workload = (CPU if device == "cpu" else GPU)[name]
+def measure(device: str, where: str, name: str, mode: str, rounds: int, tuned: dict[str, Any] | None) -> dict[str, Any]:
+    """One cell: a model in one mode, all arms. `tuned` is what the first mode's cell found out about DDP."""
+    setting = SETTINGS[device][where]
     if device == "cuda":
         torch.cuda.set_device(0)
-    choice, tuning = best_ddp(workload, device, 5)
+    torch.compiler.reset()
+    if tuned is None:
+        choice, tuning = best_ddp(setting, name, 4)
+        tuned = {
+            "ddp_setting": dict(zip(("bucket_cap_mb", "gradient_as_bucket_view", "static_graph"), choice, strict=True)),
+            "ddp_tuning": tuning,
+        }
     arms = {
-        "plain": Arm(workload, device, mode, _plain),
-        "ddp": Arm(workload, device, mode, _ddp(*choice)),
-        "gradsync": Arm(workload, device, mode, _gradsync),
+        "plain": Arm(setting, name, mode, _plain),
+        "ddp": Arm(setting, name, mode, _ddp(*tuned["ddp_setting"].values())),
+        "gradsync": Arm(setting, name, mode, _gradsync),
     }
     for arm in arms.values():
         for _ in range(3):
@@ -110,46 +135,49 @@ def measure(device: str, name: str, mode: str, rounds: int) -> dict[str, Any]:
     samples = bench_harness.interleave({name: arm.turn for name, arm in arms.items()}, rounds)
     ratio, low, high = bench_harness.paired_ratio(samples, "gradsync", "ddp")
     return {
-        "ddp_setting": {"bucket_cap_mb": choice[0], "gradient_as_bucket_view": choice[1], "static_graph": choice[2]},
-        "ddp_tuning": tuning,
+        **tuned,
+        "steps_per_turn": setting.steps,
         "ratio": round(ratio, 4),
         "ratio_quartiles": [round(low, 4), round(high, 4)],
         "samples": bench_harness.rounded(samples),
     }
 
 
-def one_rank_on_nccl(name: str, mode: str, rounds: int) -> dict[str, Any]:
+def one_rank_on_nccl(*args: Any) -> dict[str, Any]:
     """The hooks alone, on a GPU."""
     if not dist.is_initialized():
         gs.init()
-    return measure("cuda", name, mode, rounds)
+    return measure(*args)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--device", choices=tuple(SETTINGS), default="cpu")
+    parser.add_argument("--ranks", type=int, nargs="+", help="only the settings with so many ranks")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--out", type=Path, default=HERE / "results.json")
+    parser.add_argument("--commit", default=bench_harness.commit(HERE), help="what is measured, outside of a clone")
     arguments = parser.parse_args()
-    settings = (
-        ["two ranks, gloo"] if arguments.device == "cpu" else ["hook overhead, one rank, nccl", "two ranks, gloo"]
-    )
-    cells: dict[str, Any] = {}
-    for setting, name, mode in itertools.product(settings, CPU, arguments.modes):
-        if mode == "whole compiled" and name != WHOLE:
+    device = arguments.device
+    facts = {"machine": bench_harness.machine(), "commit": arguments.commit, "cells": {}}
+    tuned: dict[tuple[str, str], dict[str, Any]] = {}
+    for where, name, mode in itertools.product(SETTINGS[device], CPU, arguments.modes):
+        ranks = SETTINGS[device][where].ranks
+        if (mode == "whole compiled" and name != WHOLE) or (arguments.ranks and ranks not in arguments.ranks):
             continue
-        if setting.startswith("hook"):
-            cell = one_rank_on_nccl(name, mode, arguments.rounds)
-        else:
-            cell = gs.spawn(measure, 2, arguments.device, name, mode, arguments.rounds, timeout=900)[0]
-        cells[f"{setting} | {name} | {mode}"] = cell
+        start = time.perf_counter()
+        args = (device, where, name, mode, arguments.rounds, tuned.get((where, name)))
+        cell = one_rank_on_nccl(*args) if ranks == 1 else gs.spawn(measure, ranks, *args, timeout=900)[0]
+        tuned[where, name] = {key: cell[key] for key in ("ddp_setting", "ddp_tuning")}
+        facts["cells"][f"{where} | {name} | {mode}"] = cell
+        bench_harness.save(arguments.out, {device: facts})  # after every cell: a long run may be cut short
         print(
-            f"{setting} | {name} | {mode}: gradsync / DDP = {cell['ratio']:.3f} {cell['ratio_quartiles']}", flush=True
+            f"{where} | {name} | {mode}: gradsync / DDP = {cell['ratio']:.3f} {cell['ratio_quartiles']}"
+            f" ({time.perf_counter() - start:.0f} s)",
+            flush=True,
         )
-    facts = {"machine": bench_harness.machine(), "commit": bench_harness.commit(HERE), "cells": cells}
-    bench_harness.save(arguments.out, {arguments.device: facts})
-    print("\n" + as_table(cells))
+    print("\n" + as_table(facts["cells"]))
 
 
 def as_table(cells: dict[str, Any]) -> str:

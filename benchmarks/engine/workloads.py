@@ -40,3 +40,8 @@ GPU = {
     "1000 small": Workload(lambda: _stack(250, 512), (4096, 512)),
     "few large": Workload(lambda: _stack(6, 2048), (16384, 2048)),
 }
+# Two ranks share one GPU and a loopback that moves about a gigabyte per second: less to send, less to compute.
+SHARED_GPU = {
+    "1000 small": Workload(lambda: _stack(250, 256), (4096, 256)),
+    "few large": Workload(lambda: _stack(5, 2048), (8192, 2048)),
+}

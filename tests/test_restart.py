@@ -1,0 +1,39 @@
+"""The recipe of docs/failures.md, done for real: a rank is killed, torchrun restarts all, the run resumes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "resume.py"
+
+
+def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "1", str(EXAMPLE), "--folder", str(folder), "--steps", "25", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The weights of a run in which nobody dies."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    quiet = torchrun(folder)
+    assert quiet.returncode == 0, quiet.stderr
+    return torch.load(folder / "final.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_killed_run_resumes_to_the_bit(rank: str, undisturbed: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    killed = torchrun(tmp_path, "--die", rank, "14")
+    assert killed.returncode == 0, killed.stderr
+    assert "resumes at step 10" in killed.stdout
+    assert f"PeerLost: [rank {1 - int(rank)}/2 step 14" in killed.stderr
+    assert f"rank {rank} (pid" in killed.stderr
+    resumed = torch.load(tmp_path / "final.pt", weights_only=True)
+    for name in undisturbed:
+        assert torch.equal(undisturbed[name], resumed[name]), name
