@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import threading
@@ -51,9 +52,10 @@ def _threads() -> set[str]:
 
 
 def _children() -> set[int]:
-    pids = set()
+    pids: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
-        pids |= {int(pid) for pid in (task / "children").read_text().split()}
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that just ended
+            pids |= {int(pid) for pid in (task / "children").read_text().split()}
     return {pid for pid in pids if not _is_helper(pid)}
 
 

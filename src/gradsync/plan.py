@@ -67,7 +67,7 @@ class Plan:
         algorithm: Which way the bytes travel. None: the fastest one for this group and size.
         pace: How often. `every_step()` or `accumulate(k)`.
         overlap: When. "backward": while backward still computes. "none": after it.
-        bucket_bytes: How much travels in one message. None: an eighth of the model, 1 to 25 MiB.
+        bucket_bytes: How much travels in one message. None: an eighth of the model, 4 to 25 MiB.
         combine: "mean" or "sum" over the ranks.
 
     >>> Plan(pace=accumulate(4), bucket_bytes=1 << 20).pace

@@ -103,7 +103,7 @@ def test_equal_layouts_have_equal_schedules_and_others_do_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("megabytes", "limit"), [(1, 1 << 20), (64, 8 << 20), (1000, 25 << 20)], ids=["least", "an eighth", "most"]
+    ("megabytes", "limit"), [(1, 4 << 20), (64, 8 << 20), (1000, 25 << 20)], ids=["least", "an eighth", "most"]
 )
 def test_without_a_limit_a_bucket_is_an_eighth_of_the_model(megabytes: int, limit: int) -> None:
     entry = entries_of([torch.zeros(1).expand(megabytes << 18)])

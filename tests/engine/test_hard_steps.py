@@ -404,3 +404,37 @@ def use_dict_outputs() -> None:
 
 def test_models_may_return_nested_outputs(run: Callable[..., Any]) -> None:
     run(use_dict_outputs)
+
+
+def call_differently(mine: str) -> str:
+    """Rank 1 does something else than rank 0, which is in backward."""
+    model = mlp()
+    sync = gs.attach(model, guard=gs.Guard(timeout=20))
+    for _ in range(2):
+        model(torch.randn(2, 8) + dist.get_rank()).sum().backward()
+    try:
+        if dist.get_rank() == 0:
+            model(torch.randn(2, 8)).sum().backward()
+        elif mine == "detach":
+            sync.detach()
+        elif mine == "broadcast":
+            sync.broadcast()
+        elif mine == "load_state_dict":
+            sync.load_state_dict(sync.state_dict())
+        else:
+            with sync.join():
+                model(torch.randn(2, 8)).sum().backward()
+    except gs.Disagreement as error:
+        assert all(p.grad is None for p in model.parameters())
+        return str(error)
+    finally:
+        sync.detach()
+    return ""
+
+
+@pytest.mark.parametrize("mine", ["detach", "broadcast", "load_state_dict", "join"])
+def test_ranks_in_different_calls_are_told_instead_of_aborted(mine: str, run: Callable[..., Any]) -> None:
+    first, second = run(call_differently, mine)
+    assert "rank 0 is in a synchronization but rank 1 is in" in first
+    assert mine in first
+    assert second in (first, "") if mine == "detach" else second == first

@@ -26,6 +26,7 @@ heads = st.builds(
     micro_batches=int32,
     flags=st.integers(0, 2**32 - 1),
     digest=st.binary(min_size=8, max_size=8),
+    call=int32,
 )
 
 

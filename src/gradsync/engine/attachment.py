@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
@@ -24,7 +23,6 @@ from gradsync.transport.lane import Lane
 from gradsync.transport.liveness import Liveness
 
 _NET_S = 30.0  # our own bound expires first: the groups' is only the net below it
-_attachments = itertools.count()  # the same on every rank: names this attachment in the store
 
 
 def attach(
@@ -128,7 +126,7 @@ def _device_types(inventory: Inventory) -> list[str]:
 def _open_lane(parent: dist.ProcessGroup, guard: Guard, timeout: float) -> Lane:
     # Control only: the groups for data wait until the ranks have agreed on which they need.
     groups = make_groups(parent, timeout + _NET_S)
-    liveness = Liveness(groups, guard, str(next(_attachments)))
+    liveness = Liveness(groups, guard)
     return Lane(groups, liveness, guard, timeout)
 
 

@@ -21,7 +21,7 @@ from gradsync.guard.header import Mark
 
 _ALIGN_NBYTES = 64
 _LARGE_NBYTES = 1 << 16  # a CPU copies this much in less time than Python needs to ask for it
-_MIN_BUCKET, _MAX_BUCKET, _NUM_BUCKETS = 1 << 20, 25 << 20, 8
+_MIN_BUCKET, _MAX_BUCKET, _NUM_BUCKETS = 4 << 20, 25 << 20, 8
 
 
 class Entry:

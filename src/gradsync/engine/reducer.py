@@ -29,7 +29,8 @@ from gradsync.engine.replicas import Buffers
 from gradsync.errors import BackwardAborted, NonFinite, listed
 from gradsync.exchange.exact import launch_sum
 from gradsync.exchange.sparse import average_sparse
-from gradsync.guard.header import HEAD_NBYTES, Flag, Head, Headers, Mark, check_headers, pack_header
+from gradsync.guard.calls import check_same_call, launch_header
+from gradsync.guard.header import Flag, Head, Headers, Mark, check_headers
 from gradsync.plan import Plan
 from gradsync.policy import Guard
 from gradsync.trace import Recorder
@@ -202,31 +203,19 @@ class Reducer:
         weight = 0.0 if flags & (Flag.SHADOW | Flag.ABORTED) else 1.0 if self.weight is None else self.weight
         digest = _NO_DIGEST if self.learned else _digest(self.entries)
         head = Head(
-            self.lane.step,
-            self._layout.schedule,
-            weight,
-            self.backwards,
-            self._nonfinite,
-            micro_batches,
-            flags,
-            digest,
+            self.lane.step, self._layout.schedule, weight, self.backwards, self._nonfinite, micro_batches, flags, digest
         )
-        row = pack_header(head, self.marks)
-        rows = torch.empty(self.lane.groups.size, HEAD_NBYTES + len(self.marks), dtype=torch.uint8)
-        control = self.lane.groups.control
-        ticket = self.lane.launch(
-            lambda: control.gather(rows, row),
-            "the step header",
-            row.numel(),
-        )
-        self._header = (ticket, rows)
+        self._header = launch_header(self.lane, head, self.marks)
 
     def _wait_header(self) -> Headers:
         assert self._header is not None
         ticket, rows = self._header
         self.lane.at(Phase.SYNCHRONIZING)
         self.lane.wait(ticket)
-        return Headers(rows)
+        headers = Headers(rows)
+        # Before anything else is waited for: a rank in another call will never send a bucket.
+        check_same_call(headers, self.lane.groups.ranks)
+        return headers
 
     def _checked(self, headers: Headers) -> bool:
         """Whether the step counts; raises the same error everywhere if ranks disagree."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import time
 import warnings
@@ -16,9 +18,9 @@ from gradsync.engine.bucket import Entry
 from gradsync.engine.hooks import Hooks, queue_callback
 from gradsync.engine.reducer import Reducer
 from gradsync.engine.replicas import Buffers, broadcast_optimizer, broadcast_tensors
-from gradsync.errors import BackwardAborted, GradSyncError, PeerFault
-from gradsync.guard.agreement import Document, agree, gather_bytes
-from gradsync.guard.header import Flag
+from gradsync.errors import BackwardAborted, Disagreement, GradSyncError, PeerFault
+from gradsync.guard.calls import Call, meet
+from gradsync.guard.header import Flag, Head
 from gradsync.pace.window import Window
 from gradsync.plan import Plan
 from gradsync.transport.lane import Lane
@@ -112,6 +114,7 @@ class GradSync:
 
     def broadcast(self, source: int = 0) -> None:
         """Make parameters, buffers and optimizer state on every rank those of rank `source` of the group."""
+        self._meet(Call.BROADCAST)
         tensors = [entry.param.detach() for entry in self._entries] + self._buffers.tensors()
         broadcast_tensors(self._lane, tensors, source, "the model's parameters")
         for optimizer in self._optimizers:
@@ -153,8 +156,13 @@ class GradSync:
         """Continue from `state_dict()`; every rank calls it, and all must bring the same step and order."""
         if state.get("format") != _STATE_FORMAT:
             raise ValueError(f"this state has format {state.get('format')!r}, this gradsync reads {_STATE_FORMAT}")
-        shared = {"step": int(state["step"]), **{k: state[k] for k in ("order", "held", "learned", "unit")}}
-        agree(self._lane, shared, _explain_states)
+        shared = [state[key] for key in ("step", "order", "held", "learned", "unit")]
+        digest = hashlib.blake2b(json.dumps(shared).encode(), digest_size=8).digest()
+        if len({head.digest for head in self._meet(Call.LOAD, digest)}) > 1:
+            raise Disagreement(
+                f"{self._lane.place()} load_state_dict() got different states on different ranks, here of step "
+                f"{state['step']}; load states that were saved in the same step of the same run"
+            )
         self._reducer.load_state_dict(state)
         self._window.load_state_dict(state["window"])
         self._lane.step = int(state["step"])
@@ -193,9 +201,13 @@ class GradSync:
 
     def arrived(self, entry: Entry, param: torch.Tensor) -> None:
         """A parameter's gradient has been accumulated."""
-        if not self._fired:
-            self._first_arrival()
-        self._reducer.arrived(entry)
+        try:
+            if not self._fired:
+                self._first_arrival()
+            self._reducer.arrived(entry)
+        except BaseException as error:
+            self._give_up(error)
+            raise
 
     def _first_arrival(self) -> None:
         if not self._in_backward:
@@ -293,19 +305,22 @@ class GradSync:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """After a failed synchronization no rank keeps a partial sum, and nothing more is launched."""
         try:
             yield
-        except BackwardAborted:
-            raise
         except BaseException as error:
-            self._failed = True
-            if not isinstance(error, PeerFault):
-                self._lane.fail()
-            for entry in self._entries:
-                if entry.param.requires_grad:
-                    entry.param.grad = None
+            self._give_up(error)
             raise
+
+    def _give_up(self, error: BaseException) -> None:
+        """After a failed synchronization no rank keeps a partial sum, and nothing more is launched."""
+        if self._failed or isinstance(error, BackwardAborted):
+            return
+        self._failed = True
+        if not isinstance(error, PeerFault):
+            self._lane.fail()
+        for entry in self._entries:
+            if entry.param.requires_grad:
+                entry.param.grad = None
 
     # Join
 
@@ -314,8 +329,8 @@ class GradSync:
             self._active = self._vote(active=True)
 
     def _vote(self, active: bool) -> list[int]:
-        votes = gather_bytes(self._lane, bytes([active]), "the vote on who has data left")
-        return [rank for rank, vote in enumerate(votes) if vote == b"\x01"]
+        heads = self._meet(Call.VOTE, flags=Flag.NONE if active else Flag.SHADOW)
+        return [rank for rank, head in enumerate(heads) if not head.flags & Flag.SHADOW]
 
     def _source(self) -> int:
         """Whose buffers count in this step."""
@@ -340,10 +355,9 @@ class GradSync:
             for entry in self._entries:
                 entry.param.grad = None
             self._synchronize_now(Flag.SHADOW)
-        source = gather_bytes(self._lane, bytes(8) if not last else last[0].to_bytes(8, "little"), "the end of join()")
-        # Ranks that left last saw no vote in which others were active: the first to leave knows.
-        known = [int.from_bytes(each, "little") for each in source]
-        self.broadcast(max(known))
+        # Ranks that left last saw no vote in which others were active: those that left before know.
+        heads = self._meet(Call.BROADCAST, (last[0] if last else 0).to_bytes(8, "little"))
+        self.broadcast(max(int.from_bytes(head.digest, "little") for head in heads))
 
     # Small things
 
@@ -382,15 +396,11 @@ class GradSync:
     def _said_goodbye(self) -> bool:
         """Wait until every rank is here, so that nobody closes a connection another still reads."""
         try:
-            gather_bytes(self._lane, b"\x00", "the others' detach()")
+            self._meet(Call.DETACH)
         except GradSyncError:
             return False
         return True
 
-
-def _explain_states(documents: list[Document], ranks: list[int]) -> str:
-    steps = {rank: document["step"] for rank, document in zip(ranks, documents, strict=True)}
-    return (
-        f"load_state_dict() got different states on different ranks (steps: {steps}); "
-        "load states that were saved in the same step of the same run"
-    )
+    def _meet(self, call: Call, word: bytes = bytes(8), flags: Flag = Flag.NONE) -> list[Head]:
+        with self._failing():
+            return meet(self._lane, call, len(self._entries), word, flags)

@@ -15,7 +15,7 @@ import torch
 
 from gradsync.errors import Disagreement, listed
 
-_HEAD = struct.Struct("<qQdiiiI8s")
+_HEAD = struct.Struct("<qQdiiiI8si")
 HEAD_NBYTES = _HEAD.size
 
 
@@ -50,7 +50,8 @@ class Head(NamedTuple):
     nonfinite: int  # index of the first parameter with NaN or Inf, or -1
     micro_batches: int
     flags: int
-    digest: bytes  # of the first step's local gradients, zeros later
+    digest: bytes  # of the first step's local gradients, zeros later; in other calls, a word of theirs
+    call: int = 0  # what ranks meet for; see `calls`
 
 
 class Headers:

@@ -35,7 +35,7 @@ _QUIET_S = _REPORT_S / 2  # then, without better knowledge: who was silent for s
 class Liveness:
     """This rank's beat and its view of the others, by index in the group."""
 
-    def __init__(self, groups: Groups, guard: Guard, prefix: str = "") -> None:
+    def __init__(self, groups: Groups, guard: Guard) -> None:
         self._groups = groups
         self._guard = guard
         self._pid = os.getpid()
