@@ -33,10 +33,10 @@ def test_a_rank_that_raised_and_went_no_further_is_named(play: Play, survivors: 
         assert "is alive but still backward in step 2" in error["text"]
 
 
-@pytest.mark.parametrize("point", ["in_backward", "after_bucket"])
-def test_a_rank_that_raised_and_exited_is_named(play: Play, survivors: Survivors, point: str) -> None:
+@pytest.mark.parametrize(("point", "how"), [("in_backward", "ended"), ("after_bucket", "failed")])
+def test_a_rank_that_raised_and_exited_is_named(play: Play, survivors: Survivors, point: str, how: str) -> None:
     for error in survivors(play(1, point, "raise"), 1):
-        assert "ended in step 2" in error["text"]
+        assert f"{how} in step 2" in error["text"]
 
 
 def test_ctrl_c_ends_a_wait_and_the_others_learn_of_it(play: Play, survivors: Survivors) -> None:
