@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from gradsync.engine.inventory import Inventory, take_inventory
 from gradsync.engine.reducer import Reducer
 from gradsync.engine.replicas import Buffers, broadcast_optimizer, broadcast_tensors
+from gradsync.engine.steps import Steps
 from gradsync.engine.synchronizer import GradSync
 from gradsync.guard.door import check_door
 from gradsync.pace.window import Window
@@ -92,7 +93,8 @@ def attach_engine(
     travelling = Buffers(inventory.buffers if buffers == "broadcast" else [])
     reducer = Reducer(inventory.entries, lane, plan, guard, travelling, window.k)
     listens = always or lane.groups.size > 1 or window.k > 1
-    return GradSync(model, optimizers, plan, inventory.entries, travelling, reducer, window, listens)
+    steps = Steps(model, optimizers, plan, reducer, window, listens)
+    return GradSync(plan, optimizers, travelling, steps)
 
 
 def _as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:

@@ -14,6 +14,7 @@ Note [Who begins a backward]
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Protocol
@@ -103,6 +104,6 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
     elif isinstance(output, list | tuple | set):
         for value in output:
             yield from _tensors(value)
-    elif hasattr(output, "__dataclass_fields__"):
-        for name in output.__dataclass_fields__:
-            yield from _tensors(getattr(output, name))
+    elif dataclasses.is_dataclass(output):
+        for field in dataclasses.fields(output):
+            yield from _tensors(getattr(output, field.name))

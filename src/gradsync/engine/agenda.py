@@ -1,0 +1,100 @@
+"""The agenda: which buckets there are and in which order they leave. Agreed: equal on all ranks at any time.
+
+It changes only by what a header told everybody: the order of arrival after the first synchronization, and
+later parameters that were frozen, thawed, turned out sparse, or arrived twice in one backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from gradsync.engine.bucket import Bucket, Entry, Layout
+from gradsync.guard.header import Headers, Mark
+from gradsync.transport.lane import Lane
+
+
+class Agenda:
+    """The buckets, their order, and what was learned about it."""
+
+    def __init__(self, entries: list[Entry], bucket_bytes: int | None, lane: Lane) -> None:
+        self._entries = entries
+        self._bucket_bytes = bucket_bytes
+        self._lane = lane
+        self._names = [entry.name for entry in entries]
+        self._order = list(reversed(range(len(entries))))
+        self._held: set[int] = set()  # arrive more than once in a backward: leave at its end
+        self.learned = False  # whether the order is that of arrival
+        self._last_marks = b""  # what all ranks said in the last step, if they said the same
+        self._lay_out(bytes(entry.param.requires_grad for entry in entries))
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        return self._layout.buckets
+
+    @property
+    def schedule(self) -> int:
+        """A number that is equal on two ranks iff their buckets are."""
+        return self._layout.schedule
+
+    def learn(self, headers: Headers, arrivals: list[int]) -> None:
+        """Lay the buckets out anew if the header told something new."""
+        said = headers.marks[0] if headers.same_marks else b""
+        if self.learned and said and said == self._last_marks:
+            return
+        self._last_marks = said
+        changed = self._learn_kinds(headers)
+        if not self.learned and any(headers.any(Mark.USED)):
+            self._learn_order(arrivals)
+            self.learned = changed = True
+        trainable = headers.any(Mark.TRAINABLE)
+        wanted = {e.index for e in self._entries if trainable[e.index] and not e.sparse}
+        if changed or wanted != self._layout.indices:
+            self._lay_out(trainable)
+
+    def _learn_kinds(self, headers: Headers) -> bool:
+        """Which parameters are sparse, and which arrive more than once; True if that is new."""
+        sparse, repeated = headers.any(Mark.SPARSE), headers.any(Mark.REPEATED)
+        changed = False
+        for entry in self._entries:
+            if sparse[entry.index] and not entry.sparse:
+                entry.sparse = changed = True
+            if repeated[entry.index] and entry.index not in self._held:
+                self._held.add(entry.index)
+                changed = True
+        return changed
+
+    def _learn_order(self, arrivals: list[int]) -> None:
+        """The order in which gradients arrived on rank 0; what did not arrive comes last."""
+        order = torch.tensor(list(dict.fromkeys(arrivals + self._order)), dtype=torch.int64)
+        self._lane.run(lambda: self._lane.groups.control.broadcast(order, 0), "the order of the buckets")
+        self._order = order.tolist()
+
+    def _lay_out(self, trainable: bytes) -> None:
+        for entry in self._entries:
+            entry.bucket = None
+        chosen = (self._entries[index] for index in self._order if trainable[index])
+        self._layout = Layout((e for e in chosen if not e.sparse), self._bucket_bytes, self._held)
+        # Those without a bucket: frozen now, or sparse.
+        self.apart = [entry for entry in self._entries if entry.bucket is None]
+        self._lane.describe = self._layout.describe
+
+    def state_dict(self) -> dict[str, object]:
+        """By parameter name."""
+        return {
+            "order": [self._names[index] for index in self._order],
+            "held": sorted(self._names[index] for index in self._held),
+            "learned": self.learned,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        index = {name: i for i, name in enumerate(self._names)}
+        if sorted(state["order"]) != sorted(self._names):
+            strange = sorted(set(state["order"]) ^ set(self._names))[:3]
+            raise ValueError(f"this state is of another model: it does not agree about the parameters {strange}")
+        self._order = [index[name] for name in state["order"]]
+        self._held = {index[name] for name in state["held"]}
+        self.learned = bool(state["learned"])
+        self._lay_out(bytes(entry.param.requires_grad for entry in self._entries))

@@ -1,0 +1,39 @@
+"""The first gradients tell whether ranks see different data: if they are equal to the bit, they do not."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import warnings
+
+import torch
+
+from gradsync.engine.bucket import Entry
+from gradsync.guard.header import Headers
+
+NO_DIGEST = bytes(8)
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def digest_of(entries: list[Entry]) -> bytes:
+    """Of the local gradients, to see whether two ranks had the same; zeros if there is none."""
+    sums = []
+    for entry in entries:
+        grad = entry.param.grad
+        if grad is not None and not grad.is_sparse and grad.numel():
+            real = torch.view_as_real(grad) if grad.is_complex() else grad
+            sums.append(int(real.contiguous().view(_BITS[real.element_size()]).sum(dtype=torch.int64)))
+    if not any(sums):
+        return NO_DIGEST
+    return hashlib.blake2b(struct.pack(f"<{len(sums)}q", *sums), digest_size=8).digest()
+
+
+def warn_if_same_data(headers: Headers) -> None:
+    """Every rank sees the same data if all first gradients are the same."""
+    digests = {head.digest for head in headers.heads}
+    if len(headers.heads) > 1 and len(digests) == 1 and digests != {NO_DIGEST}:
+        warnings.warn(
+            "the first gradients are bitwise equal on all ranks: every rank seems to see the same data. "
+            "Give each its own share, for example with torch.utils.data.DistributedSampler",
+            stacklevel=2,
+        )

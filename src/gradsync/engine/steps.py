@@ -1,0 +1,287 @@
+"""The way of a step: what happens when forward begins, backward begins and ends, and the optimizer steps.
+
+`Steps` is what the hooks call. It decides whether a backward synchronizes, counts windows, and sees to it
+that every rank takes part in every synchronization, whatever its own backward did.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch.optim import Optimizer
+
+from gradsync.engine.bucket import Entry
+from gradsync.engine.hooks import Hooks, queue_callback
+from gradsync.engine.reducer import Reducer
+from gradsync.errors import BackwardAborted, GradSyncError, PeerFault
+from gradsync.guard.calls import Call, meet
+from gradsync.guard.header import Flag, Head
+from gradsync.pace.window import Window
+from gradsync.plan import Plan
+
+
+class Steps:
+    """The step under way, and who takes part in it."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizers: Sequence[Optimizer],
+        plan: Plan,
+        reducer: Reducer,
+        window: Window,
+        listens: bool,
+    ) -> None:
+        self.reducer = reducer
+        self.window = window
+        self.no_sync_depth = 0
+        self.unsynchronized = False  # a backward ran under no_sync() since the last synchronization
+        self.joining = False
+        self.active: list[int] | None = None  # who voted to be active in this step, inside join()
+        self.failed = False
+        self._entries = reducer.entries
+        self._lane = reducer.lane
+        self._overlaps = plan.overlap == "backward"
+        self._in_backward = False  # since its beginning until its end-of-backward callback
+        self._fired = False  # whether a gradient arrived in this backward
+        self._begun_at: float | None = None
+        self._first_at = 0.0
+        self._late_hooks = 0  # backwards in a row in which all gradients arrived at the end
+        self._spoiled = False  # a backward of this window raised: the window will be dropped everywhere
+        self._num_backwards = 0
+        self._seen_backwards = {id(optimizer): 0 for optimizer in optimizers}
+        self._trainable = [entry.param.requires_grad for entry in self._entries]
+        self._lock = threading.Lock()  # autograd has a thread per device, and each may bring the first gradient
+        # One rank alone has nothing to hear of: it costs nothing.
+        self._hooks = Hooks(self, model, optimizers) if listens else None
+        if self._hooks is not None:
+            self._hooks.listen(self._entries)
+
+    @property
+    def begun(self) -> bool:
+        """Whether gradients of the next synchronization exist already."""
+        return self._in_backward or self.reducer.backwards > 0
+
+    # For the hooks
+
+    def before_forward(self) -> None:
+        """A forward with gradients starts: put right what an aborted backward left, notice changes, vote."""
+        self.drop_if_aborted()
+        self._check_parameters()
+        self.vote_if_joining()
+
+    def backward_begins(self) -> None:
+        """The gradient of the model's output is known: backward has begun."""
+        if not self._in_backward:
+            self._begun_at = time.perf_counter()
+            self._begin()
+
+    def arrived(self, entry: Entry, param: torch.Tensor) -> None:
+        """A parameter's gradient has been accumulated."""
+        try:
+            if not self._fired:
+                self._first_arrival()
+            self.reducer.arrived(entry)
+        except BaseException as error:
+            self._give_up(error)
+            raise
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """`optimizer.step()` is called: take part in a synchronization that this rank's backward missed."""
+        self.drop_if_aborted()
+        if self.unsynchronized:
+            raise GradSyncError(
+                f"{self._lane.place()} optimizer.step() would apply gradients that only this rank has: its last "
+                "backward ran under no_sync(). Run the last backward of a step outside of it, or call drain()"
+            )
+        if self._seen_backwards[id(optimizer)] == self._num_backwards:
+            # No gradient arrived since the last step: the loss touched no parameter. The others wait for us.
+            self.vote_if_joining()
+            self._num_backwards += 1
+            self.reducer.backwards += self.window.per_batch
+            self._end_of_backwards(self.window.per_batch, self.synchronize_now)
+        self._seen_backwards[id(optimizer)] = self._num_backwards
+
+    # The way of a backward; see [Three phases] in hooks.py
+
+    def _begin(self) -> None:
+        if self.failed:
+            raise GradSyncError(f"{self._lane.place()} an earlier synchronization failed; detach and restart the job")
+        self._in_backward = True
+        self._fired = False
+        self.vote_if_joining()
+        self.window.show(self.parameters())
+        self.reducer.begin(synchronize=not self.no_sync_depth and self.window.closing)
+        queue_callback(self._ended)
+
+    def _first_arrival(self) -> None:
+        with self._lock:
+            if not self._in_backward:
+                self._begun_at = None
+                self._begin()
+            self._fired = True
+            self._first_at = time.perf_counter()
+
+    def _ended(self) -> None:
+        self._in_backward = False
+        fired, self._fired = self._fired, False
+        if not fired:
+            # torch.autograd.grad: no gradient was accumulated, so nothing is to be synchronized.
+            if self.window.backwards:
+                self.window.hide(self.parameters())
+            return
+        self._num_backwards += 1
+        self.reducer.backwards += 1
+        self._notice_late_hooks()
+        if self.no_sync_depth:
+            self.unsynchronized = True
+            return
+        self._end_of_backwards(1, self._launch)
+
+    def _end_of_backwards(self, count: int, synchronize: Callable[[], None]) -> None:
+        self.window.backwards += count
+        if self.window.full:
+            synchronize()
+        else:
+            self.window.hide(self.parameters())
+
+    def _launch(self) -> None:
+        with self.failing():
+            self.reducer.launch_rest(self.window.micro_batches, self._flags(), self._source())
+        queue_callback(self._settle)
+
+    def _settle(self) -> None:
+        with self.failing():
+            self.reducer.settle_first()
+        queue_callback(self._finish)
+
+    def _finish(self) -> None:
+        with self.failing():
+            self.reducer.finish()
+        self.window.close()
+        self.unsynchronized = False
+        self._spoiled = False
+        self.active = None
+
+    # Outside of backward
+
+    def synchronize_now(self, flags: Flag = Flag.NONE) -> None:
+        """A whole synchronization at once, with the gradients as they stand."""
+        self.window.show(self.parameters())
+        micro_batches = self.window.micro_batches if self.window.k > 1 else 1
+        with self.failing():
+            self.reducer.launch_rest(micro_batches, flags | self._flags(), self._source())
+            self.reducer.settle_first()
+        self._finish()
+
+    def keep_company(self) -> None:
+        """Take part in the others' synchronization without a gradient and with weight 0."""
+        self.window.close()
+        for entry in self._entries:
+            entry.param.grad = None
+        self.synchronize_now(Flag.SHADOW)
+
+    def expect_step(self) -> None:
+        """The next `optimizer.step()` missed nothing, though no backward came before it."""
+        self._num_backwards += 1
+
+    def drop_if_aborted(self) -> None:
+        """If the last backward raised before its end, see to it that all ranks drop what it belonged to.
+
+        If it was to synchronize, buckets of it may be under way, and the others wait: finish it now.
+        Otherwise the window goes on without gradients, and is dropped when it is full.
+        """
+        if not self._in_backward:
+            return
+        self._in_backward = False
+        self._num_backwards += 1
+        fired, self._fired = self._fired, False
+        if fired and not self.no_sync_depth:
+            self._spoiled = True
+            self._end_of_backwards(1, self.synchronize_now)
+
+    def meet(self, call: Call, word: bytes = bytes(8), flags: Flag = Flag.NONE) -> list[Head]:
+        """Wait until every rank is in this call."""
+        with self.failing():
+            return meet(self._lane, call, len(self._entries), word, flags)
+
+    def vote(self, active: bool) -> list[int]:
+        """Who has data left, by index in the group."""
+        heads = self.meet(Call.VOTE, flags=Flag.NONE if active else Flag.SHADOW)
+        return [rank for rank, head in enumerate(heads) if not head.flags & Flag.SHADOW]
+
+    def vote_if_joining(self) -> None:
+        """Inside join(), every step starts with a vote."""
+        if self.joining and self.active is None:
+            self.active = self.vote(active=True)
+
+    def close(self) -> None:
+        """Take the hooks off, and bring hidden gradients back."""
+        if self._hooks is not None:
+            self._hooks.remove()
+        self.window.show(self.parameters())
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """After a failed synchronization no rank keeps a partial sum, and nothing more is launched."""
+        try:
+            yield
+        except BaseException as error:
+            self._give_up(error)
+            raise
+
+    def _give_up(self, error: BaseException) -> None:
+        if self.failed or isinstance(error, BackwardAborted):
+            return
+        self.failed = True
+        if not isinstance(error, PeerFault):
+            self._lane.fail()
+        for entry in self._entries:
+            if entry.param.requires_grad:
+                entry.param.grad = None
+
+    # Small things
+
+    def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return ((entry.name, entry.param) for entry in self._entries)
+
+    def _flags(self) -> Flag:
+        return Flag.ABORTED if self._spoiled else Flag.NONE
+
+    def _source(self) -> int:
+        """Whose buffers count in this step."""
+        return self.active[0] if self.active else 0
+
+    def _check_parameters(self) -> None:
+        """Notice parameters that were replaced, frozen or unfrozen since the last step."""
+        for entry in self._entries:
+            if entry.owner.get(entry.key) is not entry.param:
+                raise GradSyncError(
+                    f"{self._lane.place()} parameter {entry.name} was replaced after attach, so its gradient would not "
+                    "be averaged; call sync.detach() before you change the model and attach again after"
+                )
+        trainable = [entry.param.requires_grad for entry in self._entries]
+        if trainable != self._trainable:
+            self._trainable = trainable
+            self.reducer.note_trainable()
+            assert self._hooks is not None
+            self._hooks.listen(self._entries)
+
+    def _notice_late_hooks(self) -> None:
+        """Say once when every gradient arrives at the very end, so that nothing can overlap."""
+        if self._begun_at is None or self._late_hooks > 2 or len(self.reducer.agenda.buckets) < 2:
+            return
+        now = time.perf_counter()
+        late = now - self._begun_at > 5e-3 and now - self._first_at < 0.1 * (now - self._begun_at)
+        self._late_hooks = self._late_hooks + 1 if late else 0
+        if self._late_hooks == 3 and self._overlaps:
+            warnings.warn(
+                "all gradients arrive at the end of backward, so communication cannot overlap with it; "
+                "if the whole model is under torch.compile, compile its blocks instead (block.compile())",
+                stacklevel=2,
+            )
