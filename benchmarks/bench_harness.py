@@ -63,8 +63,8 @@ def machine() -> dict[str, Any]:
 def commit(folder: Path) -> str:
     """The commit that was measured, with + if the tree had changes; "unknown" outside of a clone."""
     try:
-        name = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=folder, text=True).strip()
-        dirty = subprocess.check_output(["git", "status", "--porcelain", "-uno"], cwd=folder, text=True).strip()
+        name = _git(folder, "rev-parse", "--short", "HEAD")
+        dirty = _git(folder, "status", "--porcelain", "-uno")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return name + ("+" if dirty else "")
@@ -86,6 +86,11 @@ def table(header: list[str], rows: Iterator[list[str]] | list[list[str]]) -> str
     """A Markdown table."""
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", *arguments]
+    return subprocess.check_output(command, cwd=folder, text=True, stderr=subprocess.DEVNULL).strip()
 
 
 def _cpu_name() -> str:

@@ -193,6 +193,19 @@ def test_sum_is_the_sum(run: Callable[..., Any]) -> None:
     assert run(summed, ranks=3) == [[6.0]] * 3
 
 
+def sum_twice() -> list[float]:
+    model = nn.Linear(1, 1, bias=False)
+    sync = gs.attach(model, None, gs.Plan(combine="sum"))
+    for step in range(3):
+        model(torch.full((1, 1), float(dist.get_rank() + step))).sum().backward()
+    sync.detach()
+    return model.weight.grad.flatten().tolist()
+
+
+def test_a_sum_that_stands_is_not_summed_again(run: Callable[..., Any]) -> None:
+    assert run(sum_twice) == [[(0 + 1) + (1 + 2) + (2 + 3)]] * 2
+
+
 def train_unevenly(batches: list[int], plan: gs.Plan, with_buffers: bool) -> dict[str, Any]:
     """Every rank has its own number of batches; compare with weights computed by hand on the joined data."""
     torch.manual_seed(0)

@@ -83,6 +83,41 @@ def test_a_batch_whose_backward_raised_is_skipped_on_every_rank(
         assert all(f"rank {raising[0]}" in message or "ranks 0" in message for message in skipped)
 
 
+def raise_inside_a_window(raising: list[int]) -> list[bool]:
+    """Windows of three; in the second one, backward of its first micro-batch raises on some ranks."""
+    torch.manual_seed(0)
+    model = Trapped()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = gs.attach(model, optimizer, gs.Plan(pace=gs.accumulate(3), bucket_bytes=1024))
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    applied = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(9):
+            Trap.armed = step == 3 and rank in raising
+            before = model.first.weight.detach().clone()
+            try:
+                model(torch.randn(4, 8, generator=generator)).square().mean().backward()
+                optimizer.step()
+            except ArithmeticError:
+                pass
+            optimizer.zero_grad()
+            applied.append(not torch.equal(before, model.first.weight))
+    assert_replicas_equal(model)
+    assert sync.stats()["steps"] == 3
+    sync.detach()
+    return applied
+
+
+@pytest.mark.parametrize("raising", [[1], [0, 1]])
+def test_a_window_in_which_a_backward_raised_is_dropped_on_every_rank(
+    raising: list[int], run: Callable[..., Any]
+) -> None:
+    expected = [False, False, True] + [False] * 3 + [False, False, True]
+    assert run(raise_inside_a_window, raising) == [expected] * 2
+
+
 def touch_nothing(ranks_without: list[int], plan: gs.Plan) -> None:
     """On some ranks the loss of some steps touches no parameter."""
     torch.manual_seed(0)
