@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("--commit", default=bench_harness.commit(HERE), help="what is measured, outside of a clone")
     arguments = parser.parse_args()
     device = arguments.device
-    facts = {"machine": bench_harness.machine(), "commit": arguments.commit, "cells": {}}
+    facts: dict[str, Any] = {"machine": bench_harness.machine(), "cells": {}}
     tuned: dict[tuple[str, str], dict[str, Any]] = {}
     for where, name, mode in itertools.product(SETTINGS[device], CPU, arguments.modes):
         ranks = SETTINGS[device][where].ranks
@@ -170,7 +170,7 @@ def main() -> None:
         args = (device, where, name, mode, arguments.rounds, tuned.get((where, name)))
         cell = one_rank_on_nccl(*args) if ranks == 1 else gs.spawn(measure, ranks, *args, timeout=900)[0]
         tuned[where, name] = {key: cell[key] for key in ("ddp_setting", "ddp_tuning")}
-        facts["cells"][f"{where} | {name} | {mode}"] = cell
+        facts["cells"][f"{where} | {name} | {mode}"] = {"commit": arguments.commit, **cell}
         bench_harness.save(arguments.out, {device: facts})  # after every cell: a long run may be cut short
         print(
             f"{where} | {name} | {mode}: gradsync / DDP = {cell['ratio']:.3f} {cell['ratio_quartiles']}"

@@ -15,9 +15,11 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -102,6 +104,12 @@ class RankPool:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is not None:
+            # After Ctrl-C nobody wants to wait for ranks that are still at work.
+            for worker in self._workers:
+                if worker is not None:
+                    worker.kill()
+            self._workers = [None] * self.ranks
         self.close()
 
     def _worker(self, rank: int) -> _Worker:
@@ -157,7 +165,8 @@ class _Worker:
         self._connection, theirs = context.Pipe()
         self._stacks = Path(folder) / f"stacks-{rank}-{time.monotonic_ns()}"
         self._process = context.Process(target=_serve, args=(theirs, str(self._stacks)), name=f"gradsync-rank-{rank}")
-        self._process.start()
+        with _interrupts_ignored():
+            self._process.start()
         theirs.close()
 
     @property
@@ -212,6 +221,22 @@ class _Worker:
         self._process.kill()
         self._process.join()
         self._connection.close()
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Ctrl-C reaches every process of a terminal; a rank that is born with it ignored does not answer it.
+
+    Only the main thread may set this; ranks that another thread starts ignore it once they run.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _serve(connection: Connection, stacks: str) -> None:

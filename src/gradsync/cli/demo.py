@@ -21,7 +21,6 @@ from gradsync.cli.story.model import Shape, build
 from gradsync.cli.story.result import Result, sum_up
 from gradsync.cli.story.telling import FOOTNOTE, sentences, table
 from gradsync.cli.story.text import read_library
-from gradsync.cli.workers import workers
 from gradsync.ranks import RankPool
 
 _MAX_THREADS = 4  # per rank: more would only get into each other's way in so small a model
@@ -103,7 +102,7 @@ def _threads(ranks: int) -> int:
 @contextmanager
 def _ranks(ranks: int, threads: int) -> Iterator[tuple[RankPool, str]]:
     """A pool and a folder for what its ranks write; both are gone afterwards, whatever happens."""
-    with tempfile.TemporaryDirectory(prefix="gradsync-demo-") as folder, workers(ranks, threads) as pool:
+    with tempfile.TemporaryDirectory(prefix="gradsync-demo-") as folder, RankPool(ranks, threads) as pool:
         yield pool, folder
 
 

@@ -25,7 +25,6 @@ from gradsync.cli.progress import advance
 from gradsync.cli.story.arms import DDP, GRADSYNC, LEARNING_RATE, share
 from gradsync.cli.story.model import Shape, build, loss_of
 from gradsync.cli.story.text import read_library
-from gradsync.cli.workers import start
 from gradsync.engine.attachment import attach
 from gradsync.errors import GradSyncError
 from gradsync.ranks import RankPool
@@ -90,7 +89,7 @@ def train_until_death(arm: str, killed: int, shape: Shape, folder: str, progress
 def watch_death(pool: RankPool, arm: str, killed: int, shape: Shape, folder: str, progress: str) -> Death:
     """Let it happen, on the ranks of this pool, and read what they left."""
     Path(folder).mkdir()
-    start(pool)
+    pool.pids()  # started before the clock
     outcomes = pool.outcomes(train_until_death, arm, killed, shape, folder, progress, timeout=_LIMIT_S)
     if not Path(folder, "killed").exists():
         ends = "\n".join(f"--- rank {rank} ---\n{outcome.text}" for rank, outcome in enumerate(outcomes))
