@@ -23,7 +23,7 @@ _NBYTES = 4096
 _NONCE_NBYTES = 16
 _MAX_CULPRITS = 64
 _CHECKSUM = struct.Struct("<I")
-_BODY = struct.Struct(f"<QQqiii{_MAX_CULPRITS}i")  # number, beat, step, phase, bucket, number of culprits, culprits
+_BODY = struct.Struct(f"<QQqiii{4 * _MAX_CULPRITS}s")  # number, beat, step, phase, bucket, number of culprits, culprits
 RECORD_NBYTES = _CHECKSUM.size + _BODY.size
 
 
@@ -115,8 +115,9 @@ class Page:
 def encode(state: State, number: int = 0) -> bytes:
     """The state as a record of fixed length that proves its own integrity."""
     culprits = state.culprits[:_MAX_CULPRITS]
-    padding = (0,) * (_MAX_CULPRITS - len(culprits))
-    body = _BODY.pack(number, state.beat, state.step, state.phase, state.bucket, len(culprits), *culprits, *padding)
+    # Written several times a step, nearly always without culprits: then nothing is packed for them.
+    names = struct.pack(f"<{len(culprits)}i", *culprits) if culprits else b""
+    body = _BODY.pack(number, state.beat, state.step, state.phase, state.bucket, len(culprits), names)
     return _CHECKSUM.pack(zlib.crc32(body)) + body
 
 
@@ -128,10 +129,10 @@ def decode(record: bytes) -> tuple[int, State] | None:
     """
     if len(record) != RECORD_NBYTES or _CHECKSUM.unpack_from(record)[0] != zlib.crc32(record[_CHECKSUM.size :]):
         return None
-    number, beat, step, phase, bucket, count, *culprits = _BODY.unpack_from(record, _CHECKSUM.size)
+    number, beat, step, phase, bucket, count, names = _BODY.unpack_from(record, _CHECKSUM.size)
     if phase not in Phase._value2member_map_ or not 0 <= count <= _MAX_CULPRITS:
         return None
-    return number, State(beat, step, Phase(phase), bucket, tuple(culprits[:count]))
+    return number, State(beat, step, Phase(phase), bucket, struct.unpack_from(f"<{count}i", names))
 
 
 def _slot(number: int) -> int:
