@@ -8,7 +8,7 @@
 Everything else in the training loop stays as it is.
 """
 
-from gradsync.allreduce import native
+from gradsync.allreduce.native import native
 from gradsync.engine.attachment import attach
 from gradsync.engine.synchronizer import GradSync
 from gradsync.errors import (
@@ -17,6 +17,7 @@ from gradsync.errors import (
     GradSyncError,
     LaunchError,
     NonFinite,
+    PeerFault,
     PeerLost,
     SyncTimeout,
 )
@@ -24,7 +25,7 @@ from gradsync.exchange.single import all_reduce
 from gradsync.launch import init
 from gradsync.plan import Plan, accumulate, every_step
 from gradsync.policy import Guard
-from gradsync.ranks import spawn
+from gradsync.ranks import RankFailed, spawn
 
 __all__ = [
     "BackwardAborted",
@@ -34,8 +35,10 @@ __all__ = [
     "Guard",
     "LaunchError",
     "NonFinite",
+    "PeerFault",
     "PeerLost",
     "Plan",
+    "RankFailed",
     "SyncTimeout",
     "accumulate",
     "all_reduce",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from gradsync.allreduce import Native, native
+from gradsync.allreduce.native import Native, native
 
 Overlap = Literal["none", "backward"]
 Combine = Literal["mean", "sum"]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+_MAX_S = 1e7  # about four months: more overflows the transports' clocks
+_MIN_DEAD_S = 1.0  # ranks beat four times a second
 NonFinitePolicy = Literal["allow", "skip", "raise"]
 
 
@@ -35,7 +36,9 @@ class Guard:
             value = getattr(self, name)
             if value is None and name == "timeout":
                 continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MAX_S:
                 raise ValueError(f"Guard: {name} must be a positive number of seconds, got {value!r}")
+        if self.dead_after < _MIN_DEAD_S:
+            raise ValueError(f"Guard: dead_after must be at least {_MIN_DEAD_S:g} s, got {self.dead_after!r}")
         if self.nonfinite not in get_args(NonFinitePolicy):
             raise ValueError(f'Guard: nonfinite must be "allow", "skip" or "raise", got {self.nonfinite!r}')

@@ -151,8 +151,15 @@ def spawn(fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60) -
     """Run `fn(*args)` on `ranks` new processes of this machine; return each rank's value.
 
     The group exists when `fn` starts: `torch.distributed.get_rank()` tells the rank, `gs.init()` adopts
-    it. Each process gets cores / ranks threads. If a rank fails, the error shows every rank's traceback.
+    it. Each process gets cores / ranks threads. If a rank fails, `RankFailed` shows every rank's traceback;
+    after `timeout` seconds all are ended, and it shows where each was.
     """
+    if not callable(fn):
+        raise TypeError(f"spawn takes a function, got {fn!r}")
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise ValueError(f"ranks must be a whole number of at least 1, got {ranks!r}")
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < 1e9:
+        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
     with RankPool(ranks) as pool:
         return pool.run(fn, *args, timeout=timeout)
 
@@ -242,6 +249,7 @@ def _interrupts_ignored() -> Iterator[None]:
 def _serve(connection: Connection, stacks: str) -> None:
     """The life of a worker process: take a job, answer, until the parent hangs up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, name="watch-parent", daemon=True).start()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
@@ -265,6 +273,14 @@ def _serve(connection: Connection, stacks: str) -> None:
                 os._exit(1)
 
 
+def _end_with_parent() -> None:
+    """A rank is of no use to anybody when its parent was killed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
 def _run(
     fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, store: str, threads: int
 ) -> tuple[bool, Any, str]:
@@ -280,8 +296,9 @@ def _run(
         # Nobody may be done, and close its connections, before everybody has them.
         dist.barrier()
         value = fn(*args)
+        if dist.is_initialized():  # `fn` may have ended it itself
+            dist.destroy_process_group()
     except BaseException:
         # Not destroyed: a group with a collective under way blocks in its destructor.
         return False, None, traceback.format_exc()
-    dist.destroy_process_group()
     return True, value, "returned"

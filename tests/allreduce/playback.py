@@ -6,7 +6,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from gradsync.allreduce import Recipe, Schedule, halving_doubling, hierarchical, ring, tree
+from gradsync.allreduce.halving_doubling import halving_doubling
+from gradsync.allreduce.hierarchical import hierarchical
+from gradsync.allreduce.ring import ring
+from gradsync.allreduce.schedule import Recipe, Schedule
+from gradsync.allreduce.tree import tree
 
 RECIPES: list[Recipe] = [ring(), tree(1), tree(3), tree(8), halving_doubling(), hierarchical()]
 

@@ -12,7 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from playback import RECIPES, host_lists
 
-from gradsync.allreduce import Schedule, Transfer, draw, hierarchical, ring
+from gradsync.allreduce.drawing import draw
+from gradsync.allreduce.hierarchical import hierarchical
+from gradsync.allreduce.ring import ring
+from gradsync.allreduce.schedule import Schedule, Transfer
 
 SVG = "{http://www.w3.org/2000/svg}"
 any_schedule = st.builds(lambda recipe, hosts: recipe.schedule(hosts), st.sampled_from(RECIPES), host_lists(24))

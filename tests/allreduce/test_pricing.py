@@ -10,7 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from playback import RECIPES, host_lists
 
-from gradsync.allreduce import Recipe, Schedule, Transfer, halving_doubling, hierarchical, price, ring, tree
+from gradsync.allreduce.halving_doubling import halving_doubling
+from gradsync.allreduce.hierarchical import hierarchical
+from gradsync.allreduce.pricing import price
+from gradsync.allreduce.ring import ring
+from gradsync.allreduce.schedule import Recipe, Schedule, Transfer
+from gradsync.allreduce.tree import tree
 from gradsync.links import Cluster, Link, as_hosts
 
 # alpha: seconds per message; beta: per byte; gamma: per byte added; S: bytes; h: height of a tree; n: ranks.

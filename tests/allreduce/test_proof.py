@@ -12,7 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from playback import RECIPES, adds_up, host_lists
 
-from gradsync.allreduce import Recipe, Round, Schedule, Transfer, check, halving_doubling, hierarchical, ring, tree
+from gradsync.allreduce.halving_doubling import halving_doubling
+from gradsync.allreduce.hierarchical import hierarchical
+from gradsync.allreduce.proof import check
+from gradsync.allreduce.ring import ring
+from gradsync.allreduce.schedule import Recipe, Round, Schedule, Transfer
+from gradsync.allreduce.tree import tree
 
 recipes = st.sampled_from(RECIPES)
 some_hosts = host_lists(max_ranks=14).filter(lambda hosts: sum(map(len, hosts)) > 1)

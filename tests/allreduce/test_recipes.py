@@ -11,7 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from playback import RECIPES, adds_up, host_lists, play
 
-from gradsync.allreduce import Recipe, Schedule, check, halving_doubling, hierarchical, ring, tree
+from gradsync.allreduce.halving_doubling import halving_doubling
+from gradsync.allreduce.hierarchical import hierarchical
+from gradsync.allreduce.proof import check
+from gradsync.allreduce.ring import ring
+from gradsync.allreduce.schedule import Recipe, Schedule
+from gradsync.allreduce.tree import tree
 
 recipes = st.sampled_from(RECIPES)
 few = settings(max_examples=15, deadline=None)

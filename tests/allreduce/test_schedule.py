@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.allreduce import Schedule, Transfer, chunk_bounds, ring
+from gradsync.allreduce.ring import ring
+from gradsync.allreduce.schedule import Schedule, Transfer, chunk_bounds
 
 
 @given(numel=st.integers(0, 10**12), num_chunks=st.integers(1, 300))

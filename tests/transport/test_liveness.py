@@ -199,7 +199,7 @@ def _meet(sight: str) -> tuple[list[tuple[str, int]], list[str]]:
         LocalPeer.find = lambda *_: None  # type: ignore[method-assign,assignment]
     assert dist.group.WORLD is not None
     try:
-        groups = make_groups(dist.group.WORLD, 30)
+        groups = make_groups(dist.group.WORLD, 30, 30)
         own = Liveness(groups, GUARD)
         own.watch(True)
         own.at(10 + rank, Phase.BACKWARD)

@@ -40,7 +40,8 @@ class _Message(NamedTuple):
 def draw(schedule: Schedule, form: Form = "text") -> str:
     """Show every transfer: `+` and solid blue are added, `=` and dashed orange replace.
 
-    >>> from gradsync.allreduce import draw, ring
+    >>> from gradsync.allreduce.drawing import draw
+    >>> from gradsync.allreduce.ring import ring
     >>> print(draw(ring().schedule(2)))
     2 ranks, 2 chunks, 2 rounds; +c: add chunk c, =c: replace it
     round 1  0→1 +1  1→0 +0

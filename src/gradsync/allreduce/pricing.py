@@ -22,7 +22,8 @@ def price(schedule: Schedule, nbytes: float, cluster: Cluster) -> float:
 
     What arrived is added when all of it is there, at `cluster.reduce_s_per_byte`.
 
-    >>> from gradsync.allreduce import price, ring
+    >>> from gradsync.allreduce.pricing import price
+    >>> from gradsync.allreduce.ring import ring
     >>> from gradsync.links import Cluster, Link, as_hosts
     >>> wire = Link(latency_s=50e-6, bandwidth=125e6)
     >>> round(price(ring().schedule(4), 25e6, Cluster(as_hosts(4), inside=wire, across=wire)), 6)

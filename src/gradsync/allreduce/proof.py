@@ -16,7 +16,8 @@ def check(schedule: Schedule) -> None:
       4. no copy goes to a rank that has the result, or meets an addition in the same round;
       5. in the end every rank has every contribution.
 
-    >>> from gradsync.allreduce import Schedule, Transfer, check
+    >>> from gradsync.allreduce.proof import check
+    >>> from gradsync.allreduce.schedule import Schedule, Transfer
     >>> check(Schedule(2, 1, ((Transfer(1, 0, 0, add=True),),)))
     Traceback (most recent call last):
     ValueError: after the last round rank 1 lacks the contribution of rank 0 to chunk 0

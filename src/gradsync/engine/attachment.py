@@ -15,6 +15,7 @@ from gradsync.engine.reducer import Reducer
 from gradsync.engine.replicas import Buffers, broadcast_optimizer, broadcast_tensors
 from gradsync.engine.steps import Steps
 from gradsync.engine.synchronizer import GradSync
+from gradsync.errors import Disagreement
 from gradsync.guard.door import check_door
 from gradsync.pace.window import Window
 from gradsync.plan import Plan
@@ -76,7 +77,8 @@ def attach_engine(
         if dist.get_world_size(parent) == 1:
             raise
         # What was refused is not looked at again: this rank only tells the others.
-        refusal, inventory, plan, guard, optimizers = error, Inventory([], []), Plan(), Guard(), []
+        refusal, inventory, plan, guard, optimizers = error, Inventory([], [], set()), Plan(), Guard(), []
+        buffers = "broadcast"
     timeout = guard.timeout if guard.timeout is not None else group_timeout(parent)
     lane = _open_lane(parent, guard, timeout)
     shared = plan.canonical() | {"buffers": buffers, "nonfinite": guard.nonfinite}
@@ -86,14 +88,16 @@ def attach_engine(
             raise refusal
         lane.groups.add_data(parent, _device_types(inventory), timeout + _NET_S)
         _start_alike(lane, inventory, optimizers)
-    except BaseException:
+    except BaseException as error:
         lane.liveness.close()
+        if error is refusal or isinstance(error, Disagreement):
+            lane.groups.close()  # all ranks came to this together: nothing is under way
         raise
     window = Window(plan.pace)
     travelling = Buffers(inventory.buffers if buffers == "broadcast" else [])
     reducer = Reducer(inventory.entries, lane, plan, guard, travelling, window.k)
-    listens = always or lane.groups.size > 1 or window.k > 1
-    steps = Steps(model, optimizers, plan, reducer, window, listens)
+    listens = always or lane.groups.size > 1 or window.k > 1 or guard.nonfinite != "allow"
+    steps = Steps(model, optimizers, plan, reducer, window, inventory.ignored, listens)
     return GradSync(plan, optimizers, travelling, steps)
 
 
@@ -127,7 +131,7 @@ def _device_types(inventory: Inventory) -> list[str]:
 
 def _open_lane(parent: dist.ProcessGroup, guard: Guard, timeout: float) -> Lane:
     # Control only: the groups for data wait until the ranks have agreed on which they need.
-    groups = make_groups(parent, timeout + _NET_S)
+    groups = make_groups(parent, timeout, timeout + _NET_S)
     liveness = Liveness(groups, guard)
     return Lane(groups, liveness, guard, timeout)
 

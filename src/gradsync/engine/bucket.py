@@ -62,7 +62,9 @@ class Entry:
         assert grad is not None
         if grad.is_sparse:
             grad = grad.to_dense()
-        if self.filled:
+        if scale == 0.0:
+            self.view.zero_()  # weight 0 brings nothing: 0 · NaN would be NaN
+        elif self.filled:
             self.view.add_(grad, alpha=scale)
         elif grad.data_ptr() == self.ptr:
             self.view.mul_(scale)
@@ -131,7 +133,9 @@ class Bucket:
                 self._stand_in(entry, bool(marks[entry.index] & Mark.USED), scale)
         if self.missing or not self._copy_all_small():
             self._copy_small(marks)
-        if self.small and scale != 1.0:
+        if scale == 0.0:
+            self.flat.zero_()
+        elif self.small and scale != 1.0:
             self.small_flat.mul_(scale)
 
     def _copy_all_small(self) -> bool:

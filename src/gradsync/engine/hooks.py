@@ -15,8 +15,10 @@ Note [Who begins a backward]
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -33,7 +35,8 @@ class Listener(Protocol):
     def before_forward(self) -> None: ...
     def backward_begins(self) -> None: ...
     def arrived(self, entry: Entry, param: torch.Tensor) -> None: ...
-    def before_step(self, optimizer: Optimizer) -> None: ...
+    def before_step(self, optimizer: Optimizer, closure: bool) -> None: ...
+    def after_step(self, optimizer: Optimizer) -> None: ...
 
 
 class Hooks:
@@ -45,7 +48,9 @@ class Hooks:
             model.register_forward_pre_hook(self._before_forward),
             model.register_forward_hook(self._after_forward),
         ]
-        self._handles += [optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers]
+        for optimizer in optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self._handles.append(optimizer.register_step_post_hook(self._after_step))
         self._hooked: set[int] = set()
 
     def listen(self, entries: Iterable[Entry]) -> None:
@@ -69,19 +74,74 @@ class Hooks:
     def _after_forward(self, module: torch.nn.Module, args: object, output: object) -> None:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             for tensor in _tensors(output):
-                if tensor.requires_grad:
+                if tensor.grad_fn is not None:  # a leaf would keep the hook beyond this graph
                     tensor.register_hook(self._begins)
 
     def _begins(self, grad: torch.Tensor) -> None:
         self._listener.backward_begins()
 
-    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not in_backward():
-            self._listener.before_step(optimizer)
+            self._listener.before_step(optimizer, _has_closure(args, kwargs))
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not in_backward() and _has_closure(args, kwargs):
+            self._listener.after_step(optimizer)
+
+    # A copy of the model (EMA, torch.save) is not attached: its hooks do nothing.
+
+    def __deepcopy__(self, memo: object) -> Hooks:
+        return _silent_hooks()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _silent_hooks, ()
 
 
 class GradientHook(partial[None]):
     """A parameter's hook, of a type of its own so that a second attach recognizes it."""
+
+    def __deepcopy__(self, memo: object) -> GradientHook:
+        return GradientHook(_ignore)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GradientHook, (_ignore,)
+
+
+class _Silent:
+    """A listener that hears nothing."""
+
+    def before_forward(self) -> None: ...
+    def backward_begins(self) -> None: ...
+    def arrived(self, entry: Entry, param: torch.Tensor) -> None: ...
+    def before_step(self, optimizer: Optimizer, closure: bool) -> None: ...
+    def after_step(self, optimizer: Optimizer) -> None: ...
+
+
+def _silent_hooks() -> Hooks:
+    hooks = Hooks.__new__(Hooks)
+    hooks._listener, hooks._handles, hooks._hooked = _Silent(), [], set()
+    return hooks
+
+
+def _ignore(*_: object) -> None: ...
+
+
+def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether `step` was given a closure, in which backward runs: what a step needs is known after it.
+
+    The first of `args` is the optimizer itself.
+    """
+    return kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
+
+
+def recomputing() -> bool:
+    """Whether reentrant checkpointing runs a backward inside of backward just now."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "backward" and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def in_backward() -> bool:

@@ -22,6 +22,7 @@ class Inventory(NamedTuple):
 
     entries: list[Entry]
     buffers: list[BufferSite]
+    ignored: set[int]  # ids of what is left alone
 
     def table(self, optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
         """What ranks compare: one row per parameter and per buffer."""
@@ -71,7 +72,7 @@ def take_inventory(model: torch.nn.Module, optimizers: Sequence[Optimizer], igno
             "attach after parameters are made and unfrozen"
         )
     _refuse_optimizers(entries, optimizers, ignored)
-    return Inventory(entries, buffers)
+    return Inventory(entries, buffers, ignored)
 
 
 def _read_ignore(model: torch.nn.Module, ignore: Iterable[Any]) -> set[int]:

@@ -25,9 +25,9 @@ from gradsync.engine.apart import average_apart
 from gradsync.engine.bucket import Bucket, Entry
 from gradsync.engine.first_gradients import NO_DIGEST, digest_of, warn_if_same_data
 from gradsync.engine.replicas import Buffers
-from gradsync.engine.verdict import step_counts
+from gradsync.engine.verdict import Verdict, nonfinite, step_verdict
 from gradsync.engine.weighting import Weighting
-from gradsync.errors import BackwardAborted
+from gradsync.errors import BackwardAborted, NonFinite
 from gradsync.exchange.exact import launch_sum
 from gradsync.guard.calls import check_same_call, launch_header
 from gradsync.guard.header import Flag, Head, Headers, Mark
@@ -59,6 +59,7 @@ class Reducer:
         self.marks = bytearray(len(entries))
         self.note_trainable()
         self._standing: list[tuple[Entry, torch.Tensor]] = []
+        self.dropped = False  # whether the last synchronization came to nothing
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -84,19 +85,25 @@ class Reducer:
 
     def begin(self, synchronize: bool) -> None:
         """A backward begins; `synchronize` if it is the one after which gradients travel."""
-        if self._plan.combine == "sum" and not self.backwards:
-            self._set_aside()
+        self.set_aside()
         self._backward += 1
         self._streaming = synchronize and self.agenda.learned and self._plan.overlap == "backward"
         self._scale = self.weighting.scale()
         self.lane.at(Phase.BACKWARD)
 
-    def _set_aside(self) -> None:
+    def set_aside(self) -> None:
         """A sum that was synchronized before must not be added up over the ranks again."""
-        for entry in self.entries:
-            if entry.param.grad is not None:
-                self._standing.append((entry, entry.param.grad.clone()))
-                entry.param.grad = None
+        if self._plan.combine == "sum" and not self.backwards and not self._standing:
+            for entry in self.entries:
+                if entry.param.grad is not None:
+                    self._standing.append((entry, entry.param.grad.clone()))
+                    entry.param.grad = None
+
+    def put_back(self) -> None:
+        """Add what was set aside to what is there."""
+        for entry, grad in self._standing:
+            entry.param.grad = grad if entry.param.grad is None else entry.param.grad + grad
+        self._standing = []
 
     def arrived(self, entry: Entry) -> None:
         """The gradient of one parameter has been accumulated into `.grad`. The hottest line of all."""
@@ -160,7 +167,7 @@ class Reducer:
         self._scale = self.weighting.scale()
         if self.agenda.learned:
             self._launch_buckets()
-        elif self._guard.nonfinite != "allow":
+        elif self._guard.nonfinite != "allow" and self._scale:
             self._find_nonfinite((e, e.param.grad) for e in self.entries if e.param.grad is not None)
         self._buffers.launch(self.lane, source)
         self._launch_header(micro_batches, flags)
@@ -178,18 +185,22 @@ class Reducer:
         for ticket in self._tickets:
             self.lane.wait(ticket)
         self._close_record()
-        if step_counts(self.lane, self._guard, headers, self._names):
-            if not self.agenda.learned:
+        verdict = step_verdict(self.lane, self._guard, headers, self._names)
+        self.dropped = verdict is not Verdict.COUNTS
+        if self.dropped:
+            self._drop()
+        else:
+            if not self.agenda.learned and self.lane.groups.rank == 0:
                 warn_if_same_data(headers)
             self._hand_out(headers)
-        else:
-            self._drop()
         self._buffers.finish(self.lane)
         self.weighting.follow(headers)
         self.agenda.learn(headers, self._arrivals)
         self._begin_step()
-        self.lane.step += 1
+        step, self.lane.step = self.lane.place(), self.lane.step + 1
         self.lane.at(Phase.COMPUTING)
+        if verdict is Verdict.RAISES:
+            raise NonFinite(f"{step} {nonfinite(headers, self._names, self.lane)}; no rank has applied this step")
 
     def _launch_buckets(self) -> None:
         for bucket in self.agenda.buckets[self._next :]:
@@ -207,6 +218,8 @@ class Reducer:
         for entry in self.entries if not self.agenda.learned else self.agenda.apart:
             if entry.param.grad is not None and entry.param.grad.is_sparse:
                 self.marks[entry.index] |= Mark.SPARSE
+        if self._guard.nonfinite != "allow" and self._nonfinite < 0 and self._scale:
+            self._find_nonfinite((e, e.param.grad) for e in self.agenda.apart if e.param.grad is not None)
         weight, flags = self.weighting.announced(flags)
         digest = NO_DIGEST if self.agenda.learned else digest_of(self.entries)
         schedule = self.agenda.schedule
@@ -236,9 +249,7 @@ class Reducer:
         apart = [entry for entry in self.agenda.apart if used[entry.index]]
         if apart:
             average_apart(self.lane, apart, headers, self.marks, self._scale, factor)
-        for entry, grad in self._standing:
-            entry.param.grad = grad if entry.param.grad is None else entry.param.grad + grad
-        self._standing = []
+        self.put_back()
 
     def _drop(self) -> None:
         """The step came to nothing: no rank keeps a gradient of it."""

@@ -47,8 +47,12 @@ class BufferSite(NamedTuple):
 
     @property
     def tensor(self) -> torch.Tensor:
-        tensor = self.owner[self.key]
-        assert tensor is not None
+        tensor = self.owner.get(self.key)
+        if tensor is None:
+            raise GradSyncError(
+                f"buffer {self.name} was there at attach and is None now; name it in attach(ignore=...), or "
+                'use buffers="none"'
+            )
         return tensor
 
 
@@ -138,7 +142,8 @@ def _unpack(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
             nbytes = tensor.numel() * tensor.element_size()
             # A copy: a slice that begins at an odd byte cannot be viewed as a wider type.
             piece = flat[at : at + nbytes].clone()
-            tensor.detach().copy_(piece.view(tensor.dtype).view(tensor.shape))
+            # `.data`: a buffer may be saved for a backward still to come, which must not see it as modified.
+            tensor.data.copy_(piece.view(tensor.dtype).view(tensor.shape))
             at += nbytes
 
 

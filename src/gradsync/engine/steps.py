@@ -16,9 +16,10 @@ import torch
 from torch.optim import Optimizer
 
 from gradsync.engine.bucket import Entry
-from gradsync.engine.hooks import Hooks, queue_callback
+from gradsync.engine.census import Census
+from gradsync.engine.hooks import Hooks, queue_callback, recomputing
 from gradsync.engine.reducer import Reducer
-from gradsync.errors import BackwardAborted, GradSyncError, PeerFault
+from gradsync.errors import BackwardAborted, GradSyncError, NonFinite, PeerFault
 from gradsync.guard.calls import Call, meet
 from gradsync.guard.header import Flag, Head
 from gradsync.pace.window import Window
@@ -35,6 +36,7 @@ class Steps:
         plan: Plan,
         reducer: Reducer,
         window: Window,
+        ignored: set[int],
         listens: bool,
     ) -> None:
         self.reducer = reducer
@@ -56,6 +58,7 @@ class Steps:
         self._num_backwards = 0
         self._seen_backwards = {id(optimizer): 0 for optimizer in optimizers}
         self._trainable = [entry.param.requires_grad for entry in self._entries]
+        self._census = Census(model, self._entries, ignored, reducer.lane)
         self._lock = threading.Lock()  # autograd has a thread per device, and each may bring the first gradient
         # One rank alone has nothing to hear of: it costs nothing.
         self._hooks = Hooks(self, model, optimizers) if listens else None
@@ -72,7 +75,7 @@ class Steps:
     def before_forward(self) -> None:
         """A forward with gradients starts: put right what an aborted backward left, notice changes, vote."""
         self.drop_if_aborted()
-        self._check_parameters()
+        self._notice_changes()
         self.vote_if_joining()
 
     def backward_begins(self) -> None:
@@ -91,7 +94,7 @@ class Steps:
             self._give_up(error)
             raise
 
-    def before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer, closure: bool) -> None:
         """`optimizer.step()` is called: take part in a synchronization that this rank's backward missed."""
         self.drop_if_aborted()
         if self.unsynchronized:
@@ -99,9 +102,20 @@ class Steps:
                 f"{self._lane.place()} optimizer.step() would apply gradients that only this rank has: its last "
                 "backward ran under no_sync(). Run the last backward of a step outside of it, or call drain()"
             )
+        self._census.check_optimizer(optimizer)
+        self._notice_changes(unheard=True)
+        if not closure:  # otherwise backward is still to come, inside of step()
+            self._take_part(optimizer)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """`optimizer.step(closure)` has run its closure: the same, now that its backwards are known."""
+        self._take_part(optimizer)
+
+    def _take_part(self, optimizer: Optimizer) -> None:
         if self._seen_backwards[id(optimizer)] == self._num_backwards:
             # No gradient arrived since the last step: the loss touched no parameter. The others wait for us.
             self.vote_if_joining()
+            self.reducer.set_aside()
             self._num_backwards += 1
             self.reducer.backwards += self.window.per_batch
             self._end_of_backwards(self.window.per_batch, self.synchronize_now)
@@ -110,8 +124,7 @@ class Steps:
     # The way of a backward; see [Three phases] in hooks.py
 
     def _begin(self) -> None:
-        if self.failed:
-            raise GradSyncError(f"{self._lane.place()} an earlier synchronization failed; detach and restart the job")
+        self._refuse_if_failed()
         self._in_backward = True
         self._fired = False
         self.vote_if_joining()
@@ -122,16 +135,34 @@ class Steps:
     def _first_arrival(self) -> None:
         with self._lock:
             if not self._in_backward:
-                self._begun_at = None
-                self._begin()
+                self._begin_late()
+            if torch.is_grad_enabled():
+                raise BackwardAborted(
+                    f"{self._lane.place()} backward(create_graph=True) cannot be averaged: the average would not be "
+                    "differentiable. Take the inner gradient with torch.autograd.grad(..., create_graph=True) and "
+                    "call backward() on the outer loss only"
+                )
             self._fired = True
             self._first_at = time.perf_counter()
+
+    def _begin_late(self) -> None:
+        """The fallback of [Who begins a backward]: the model's own forward was not called."""
+        self._begun_at = None
+        self._notice_changes(unheard=True)
+        if recomputing() and (self.window.k > 1 or self.reducer.weighting.weight is not None):
+            raise BackwardAborted(
+                f"{self._lane.place()} reentrant checkpointing of a model whose parts are called one by one ends "
+                "backward once per segment, so windows and weights would be counted wrongly. Call the model itself, "
+                "or use checkpoint(..., use_reentrant=False)"
+            )
+        self._begin()
 
     def _ended(self) -> None:
         self._in_backward = False
         fired, self._fired = self._fired, False
         if not fired:
             # torch.autograd.grad: no gradient was accumulated, so nothing is to be synchronized.
+            self.reducer.put_back()
             if self.window.backwards:
                 self.window.hide(self.parameters())
             return
@@ -172,6 +203,7 @@ class Steps:
 
     def synchronize_now(self, flags: Flag = Flag.NONE) -> None:
         """A whole synchronization at once, with the gradients as they stand."""
+        self._refuse_if_failed()
         self.window.show(self.parameters())
         micro_batches = self.window.micro_batches if self.window.k > 1 else 1
         with self.failing():
@@ -207,6 +239,8 @@ class Steps:
 
     def meet(self, call: Call, word: bytes = bytes(8), flags: Flag = Flag.NONE) -> list[Head]:
         """Wait until every rank is in this call."""
+        self._refuse_if_failed()
+        self.drop_if_aborted()
         with self.failing():
             return meet(self._lane, call, len(self._entries), word, flags)
 
@@ -236,7 +270,7 @@ class Steps:
             raise
 
     def _give_up(self, error: BaseException) -> None:
-        if self.failed or isinstance(error, BackwardAborted):
+        if self.failed or isinstance(error, BackwardAborted | NonFinite):
             return
         self.failed = True
         if not isinstance(error, PeerFault):
@@ -244,6 +278,10 @@ class Steps:
         for entry in self._entries:
             if entry.param.requires_grad:
                 entry.param.grad = None
+
+    def _refuse_if_failed(self) -> None:
+        if self.failed:
+            raise GradSyncError(f"{self._lane.place()} an earlier synchronization failed; detach and restart the job")
 
     # Small things
 
@@ -257,16 +295,20 @@ class Steps:
         """Whose buffers count in this step."""
         return self.active[0] if self.active else 0
 
-    def _check_parameters(self) -> None:
-        """Notice parameters that were replaced, frozen or unfrozen since the last step."""
-        for entry in self._entries:
-            if entry.owner.get(entry.key) is not entry.param:
-                raise GradSyncError(
-                    f"{self._lane.place()} parameter {entry.name} was replaced after attach, so its gradient would not "
-                    "be averaged; call sync.detach() before you change the model and attach again after"
-                )
+    def _notice_changes(self, unheard: bool = False) -> None:
+        """Notice parameters that were replaced, frozen or thawed since the last step.
+
+        `unheard`: gradients may have come already, of thawed parameters to which nobody listened.
+        """
+        self._census.check_model()
         trainable = [entry.param.requires_grad for entry in self._entries]
         if trainable != self._trainable:
+            for entry, before in zip(self._entries, self._trainable, strict=True):
+                if unheard and entry.param.requires_grad and not before and entry.param.grad is not None:
+                    raise GradSyncError(
+                        f"{self._lane.place()} parameter {entry.name} was thawed and used before gradsync noticed, "
+                        "so its gradient is not averaged; call the model itself, not its parts, in the first step after"
+                    )
             self._trainable = trainable
             self.reducer.note_trainable()
             assert self._hooks is not None

@@ -19,6 +19,7 @@ from gradsync.guard.calls import Call
 from gradsync.plan import Plan
 
 _STATE_FORMAT = 1
+_MAX_WEIGHT = 1e30
 
 
 class GradSync:
@@ -36,6 +37,7 @@ class GradSync:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside only add to the local `.grad`, as in DDP; the next one outside synchronizes all."""
+        self._refuse_if_detached()
         self._steps.no_sync_depth += 1
         try:
             yield
@@ -45,10 +47,16 @@ class GradSync:
     def set_batch_weight(self, weight: float) -> None:
         """How much this rank's gradient counts in this step's mean (its tokens, say); 1 if never called.
 
-        Call it before the step's first backward. The mean over the ranks is Σ w·g / Σ w.
+        Call it before the step's first backward; with `accumulate(k)` it counts for the whole window. The mean
+        over the ranks is Σ w·g / Σ w, and a rank with weight 0 brings nothing, not even its NaN.
         """
-        if not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
-            raise ValueError(f"a batch weight must be a finite number of at least 0, got {weight!r}")
+        self._refuse_if_detached()
+        try:
+            value = math.nan if isinstance(weight, bool) else float(weight)
+        except (TypeError, ValueError, OverflowError):
+            value = math.nan
+        if not 0 <= value <= _MAX_WEIGHT:
+            raise ValueError(f"a batch weight must be a number from 0 to {_MAX_WEIGHT:g}, got {weight!r}")
         if self.plan.combine == "sum":
             raise ValueError('batch weights need combine="mean"; with "sum" scale the loss instead')
         if self._steps.begun:
@@ -56,7 +64,7 @@ class GradSync:
                 f"{self._lane.place()} set_batch_weight() came after the step's first backward; "
                 "call it before, since gradients are already on their way"
             )
-        self._reducer.weighting.weight = float(weight)
+        self._reducer.weighting.weight = value
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -66,6 +74,7 @@ class GradSync:
         synchronizations with weight 0 until all have left; then parameters, buffers and optimizer state
         come from a rank that was active last.
         """
+        self._refuse_if_detached()
         self._steps.joining = True
         try:
             yield
@@ -95,8 +104,15 @@ class GradSync:
         self.broadcast(max(int.from_bytes(head.digest, "little") for head in heads))
 
     def broadcast(self, source: int = 0) -> None:
-        """Make parameters, buffers and optimizer state on every rank those of rank `source` of the group."""
-        self._steps.meet(Call.BROADCAST)
+        """Make parameters, buffers and optimizer state on every rank those of member `source` of the group."""
+        self._refuse_if_detached()
+        size = self._lane.groups.size
+        if isinstance(source, bool) or not isinstance(source, int) or not 0 <= source < size:
+            raise ValueError(f"source must be a rank of the group, from 0 to {size - 1}, got {source!r}")
+        named = {head.digest for head in self._steps.meet(Call.BROADCAST, source.to_bytes(8, "little"))}
+        if len(named) > 1:
+            sources = sorted(int.from_bytes(each, "little") for each in named)
+            raise Disagreement(f"{self._lane.place()} broadcast() was called with different sources: {sources}")
         with self._steps.failing():
             tensors = [entry.param.detach() for entry in self._reducer.entries] + self._buffers.tensors()
             broadcast_tensors(self._lane, tensors, source, "the model's parameters")
@@ -105,6 +121,8 @@ class GradSync:
 
     def drain(self) -> None:
         """Synchronize what was accumulated so far, on every rank: the short last window of `accumulate(k)`."""
+        self._refuse_if_detached()
+        self._steps.drop_if_aborted()
         self._steps.expect_step()
         if self._steps.window.k > 1 or self._steps.unsynchronized:
             self._steps.vote_if_joining()
@@ -117,6 +135,11 @@ class GradSync:
         Only a GradScaler needs to be asked this: it refuses to step without gradients.
         """
         return self._steps.window.backwards > 0
+
+    @property
+    def dropped(self) -> bool:
+        """Whether the last synchronization came to nothing on every rank: a NaN, or a backward that raised."""
+        return self._reducer.dropped
 
     def stats(self) -> dict[str, float | int | str | None]:
         """What the last steps cost: medians, as a flat dict; docs/stats.md explains each key."""
@@ -138,6 +161,7 @@ class GradSync:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`; every rank calls it, and all must bring the same step and order."""
+        self._refuse_if_detached()
         if state.get("format") != _STATE_FORMAT:
             raise ValueError(f"this state has format {state.get('format')!r}, this gradsync reads {_STATE_FORMAT}")
         shared = [state[key] for key in ("step", "order", "held", "learned", "unit")]
@@ -165,6 +189,10 @@ class GradSync:
         self._lane.liveness.close()
         if together:
             self._lane.groups.close()
+
+    def _refuse_if_detached(self) -> None:
+        if not self._attached:
+            raise GradSyncError("this GradSync was detached; attach the model again")
 
     def _said_goodbye(self) -> bool:
         """Wait until every rank is here, so that nobody closes a connection another still reads."""

@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
+import enum
 import warnings
 
-from gradsync.errors import NonFinite, listed
+from gradsync.errors import listed
 from gradsync.guard.header import Flag, Headers, check_headers
 from gradsync.policy import Guard
 from gradsync.transport.lane import Lane
 
 
-def step_counts(lane: Lane, guard: Guard, headers: Headers, names: list[str]) -> bool:
-    """True if every rank applies the step, False if every rank drops it; or every rank raises."""
+class Verdict(enum.Enum):
+    """What every rank does with the step."""
+
+    COUNTS = enum.auto()
+    DROPPED = enum.auto()
+    RAISES = enum.auto()  # dropped, and everybody is told by an exception
+
+
+def step_verdict(lane: Lane, guard: Guard, headers: Headers, names: list[str]) -> Verdict:
+    """The verdict; if the ranks are not in the same step at all, every rank raises `Disagreement`."""
     ranks = lane.groups.ranks
     if aborted := headers.flagged(Flag.ABORTED):
         who = listed([ranks[rank] for rank in aborted])
         warnings.warn(
             f"{lane.place()} backward did not finish on {who}: the batch is skipped on every rank", stacklevel=2
         )
-        return False
+        return Verdict.DROPPED
     check_headers(headers, names, ranks)
-    bad = [(rank, head.nonfinite) for rank, head in enumerate(headers.heads) if head.nonfinite >= 0]
-    if not bad or guard.nonfinite == "allow":
-        return True
-    rank, parameter = bad[0]
-    who = f"rank {ranks[rank]} has NaN or Inf in the gradient of {names[parameter]}"
+    found = nonfinite(headers, names, lane)
+    if found is None or guard.nonfinite == "allow":
+        return Verdict.COUNTS
     if guard.nonfinite == "raise":
-        raise NonFinite(f"{lane.place()} {who}; no rank has applied this step")
-    warnings.warn(f"{lane.place()} {who}: the step is skipped on every rank", stacklevel=2)
-    return False
+        return Verdict.RAISES
+    warnings.warn(f"{lane.place()} {found}: the step is skipped on every rank", stacklevel=2)
+    return Verdict.DROPPED
+
+
+def nonfinite(headers: Headers, names: list[str], lane: Lane) -> str | None:
+    """Where a NaN or Inf was found, as part of a sentence."""
+    for rank, head in enumerate(headers.heads):
+        if head.nonfinite >= 0:
+            return f"rank {lane.groups.ranks[rank]} has NaN or Inf in the gradient of {names[head.nonfinite]}"
+    return None

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-from gradsync.allreduce import Native
+from gradsync.allreduce.native import Native
 from gradsync.errors import Disagreement, GradSyncError, place
 
 Op = Literal["mean", "sum"]
@@ -70,6 +70,8 @@ def _check_call(tensor: torch.Tensor, algorithm: Native | None, op: str) -> None
         )
     if algorithm is not None and not isinstance(algorithm, Native):
         raise TypeError(f"algorithm must be None or gs.native(), got {algorithm!r}")
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise TypeError("all_reduce writes in place, which an expanded tensor does not allow; clone() it first")
     if op not in get_args(Op):
         raise ValueError(f'op must be "mean" or "sum", got {op!r}')
     if tensor.dtype == torch.bool:

@@ -13,7 +13,7 @@ from gradsync.transport.lane import Lane
 
 def average_sparse(lane: Lane, grads: list[torch.Tensor], names: list[str], scale: float) -> list[torch.Tensor]:
     """The sum over ranks of `scale` times each gradient; all are sparse, of agreed shapes and order."""
-    parts = [grad.coalesce() for grad in grads]
+    parts = [(grad if scale else _nothing_of(grad)).coalesce() for grad in grads]
     mine = torch.tensor([part._nnz() for part in parts], dtype=torch.int64)
     counts = torch.empty(lane.groups.size, len(parts), dtype=torch.int64)
     lane.run(
@@ -24,6 +24,13 @@ def average_sparse(lane: Lane, grads: list[torch.Tensor], names: list[str], scal
         _sum_one(lane, part, counts[:, i].tolist(), name, scale)
         for i, (part, name) in enumerate(zip(parts, names, strict=True))
     ]
+
+
+def _nothing_of(grad: torch.Tensor) -> torch.Tensor:
+    """Weight 0 brings no rows at all: 0 · NaN would be NaN."""
+    indices = torch.empty(grad.sparse_dim(), 0, dtype=torch.int64, device=grad.device)
+    values = grad.new_empty(0, *grad.shape[grad.sparse_dim() :], layout=torch.strided)
+    return torch.sparse_coo_tensor(indices, values, grad.shape, check_invariants=False)
 
 
 def _sum_one(lane: Lane, part: torch.Tensor, counts: list[int], name: str, scale: float) -> torch.Tensor:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import time
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -36,7 +37,10 @@ from torch._C._distributed_c10d import (
     Work,
 )
 
+from gradsync.errors import SyncTimeout, listed, place
 from gradsync.transport.wires import connections
+
+_POLL_S = 0.01
 
 
 class Channel:
@@ -95,12 +99,21 @@ class Groups(NamedTuple):
             channel.close()
 
 
-def make_groups(parent: dist.ProcessGroup, timeout: float) -> Groups:
-    """A control channel among the members of `parent`; every member must call this, others must not."""
+def make_groups(parent: dist.ProcessGroup, patience: float, timeout: float) -> Groups:
+    """A control channel among the members of `parent`; every member must call this, others must not.
+
+    For `patience` seconds the others may take to come; `timeout` is the backends' own.
+    """
     ranks = dist.get_process_group_ranks(parent)
     rank, size = dist.get_rank(parent), len(ranks)
+    store = _fresh_prefix(ranks)
+    try:
+        _gather_in(store, ranks, patience)
+    except BaseException:
+        _give_prefix_back(ranks)  # the others did not count this attempt
+        raise
     before = connections()
-    control = _make(_fresh_prefix(ranks), "control", "gloo", rank, size, timeout)
+    control = _make(store, "control", "gloo", rank, size, timeout)
     return Groups(rank, size, tuple(ranks), control, {}, set(connections() - before))
 
 
@@ -114,9 +127,32 @@ def _make(store: Store, name: str, backend: str, rank: int, size: int, timeout: 
 def _fresh_prefix(ranks: list[int]) -> Store:
     """A part of the store that no group has used; see [Names]."""
     store = dist.distributed_c10d._get_default_store()
-    members = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-    count = store.add(f"gradsync/groups/{members}/{dist.get_rank()}", 1)
-    return PrefixStore(f"gradsync/groups/{members}/made-{count}", store)
+    count = store.add(f"{_home(ranks)}/{dist.get_rank()}", 1)
+    return PrefixStore(f"{_home(ranks)}/made-{count}", store)
+
+
+def _give_prefix_back(ranks: list[int]) -> None:
+    dist.distributed_c10d._get_default_store().add(f"{_home(ranks)}/{dist.get_rank()}", -1)
+
+
+def _home(ranks: list[int]) -> str:
+    return f"gradsync/groups/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
+
+
+def _gather_in(store: Store, ranks: list[int], patience: float) -> None:
+    """Wait until all are here. A backend that connects waits too, but unheard by Ctrl-C, and names nobody."""
+    store.set(f"here-{dist.get_rank()}", "1")
+    deadline = time.monotonic() + patience
+    missing = [rank for rank in ranks if rank != dist.get_rank()]
+    while missing := [rank for rank in missing if not store.check([f"here-{rank}"])]:
+        if time.monotonic() >= deadline:
+            where = place(dist.get_rank(), dist.get_world_size())
+            raise SyncTimeout(
+                f"{where} waited {patience:g} s in attach, but {listed(missing)} did not come; every rank of the group "
+                "must call it, equally often and in the same order",
+                missing,
+            )
+        time.sleep(_POLL_S)
 
 
 def _nccl(store: Store, rank: int, size: int, limit: timedelta) -> Any:

@@ -1,0 +1,59 @@
+"""Notice what changed in a model after attach: a parameter nobody averages would let replicas drift apart.
+
+Looked at before every forward, so only identities and counts are compared, no names are built.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.optim import Optimizer
+
+from gradsync.engine.bucket import Entry
+from gradsync.errors import GradSyncError
+from gradsync.transport.lane import Lane
+
+
+class Census:
+    """What the model consisted of at attach."""
+
+    def __init__(self, model: torch.nn.Module, entries: list[Entry], ignored: set[int], lane: Lane) -> None:
+        self._entries = entries
+        self._lane = lane
+        self._known = {id(entry.param) for entry in entries} | ignored
+        self._children = [(m._modules, key, child) for m in model.modules() for key, child in m._modules.items()]
+        self._counts = [(m._parameters, len(m._parameters)) for m in model.modules()]
+        self._forms = [(entry, entry.param.dtype, entry.param.device) for entry in (entries[0], entries[-1])]
+
+    def check_model(self) -> None:
+        """Raise if a parameter was replaced, added or converted.
+
+        A tensor in a parameter's place that is none itself is `torch.func.functional_call` at work: it puts
+        the parameter back.
+        """
+        for entry in self._entries:
+            there = entry.owner.get(entry.key)
+            if there is not entry.param and (there is None or isinstance(there, torch.nn.Parameter)):
+                self._raise(f"parameter {entry.name} was replaced after attach, so its gradient would not be averaged")
+        for modules, key, child in self._children:
+            if modules.get(key) is not child:
+                self._raise(f"module {key!r} was replaced after attach, so its gradients would not be averaged")
+        for parameters, count in self._counts:
+            if len(parameters) != count:
+                self._raise(f"a parameter was added or removed after attach (now {', '.join(parameters)})")
+        for entry, dtype, device in self._forms:
+            if entry.param.dtype != dtype or entry.param.device != device:
+                now = f"{entry.param.dtype} on {entry.param.device}"
+                self._raise(f"parameter {entry.name} was {dtype} on {device} at attach and is {now} now")
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise if the optimizer is about to apply a gradient that nobody averaged."""
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if id(param) not in self._known and param.grad is not None:
+                    shape = tuple(param.shape)
+                    self._raise(f"{type(optimizer).__name__} got a parameter of shape {shape} after attach")
+
+    def _raise(self, what: str) -> None:
+        raise GradSyncError(
+            f"{self._lane.place()} {what}; call sync.detach() before you change the model, and attach again after"
+        )
