@@ -64,7 +64,7 @@ class Plan:
     """How to synchronize. Frozen and checked; equal plans compare equal, also across ranks.
 
     Args:
-        algorithm: Which way the bytes travel. None: the fastest one for this group and size.
+        algorithm: Which way the bytes travel. None or `native()`: the process group's own all-reduce.
         pace: How often. `every_step()` or `accumulate(k)`.
         overlap: When. "backward": while backward still computes. "none": after it.
         bucket_bytes: How much travels in one message. None: an eighth of the model, 4 to 25 MiB.

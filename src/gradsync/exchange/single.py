@@ -30,7 +30,7 @@ def all_reduce(
 
     Args:
         tensor: Of any dtype that the backend can add; a mean needs a floating or complex one.
-        algorithm: Which way the bytes travel; None: the fastest known.
+        algorithm: Which way the bytes travel. None or `native()`: the process group's own all-reduce.
         op: "mean" or "sum".
         group: Who takes part; None: everybody.
     """
