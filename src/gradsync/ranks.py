@@ -172,7 +172,7 @@ class _Worker:
         self._connection, theirs = context.Pipe()
         self._stacks = Path(folder) / f"stacks-{rank}-{time.monotonic_ns()}"
         self._process = context.Process(target=_serve, args=(theirs, str(self._stacks)), name=f"gradsync-rank-{rank}")
-        with _interrupts_ignored():
+        with _interrupts_held():
             self._process.start()
         theirs.close()
 
@@ -231,19 +231,16 @@ class _Worker:
 
 
 @contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Ctrl-C reaches every process of a terminal; a rank that is born with it ignored does not answer it.
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C reaches every process of a terminal; a rank that is born with it blocked does not answer it.
 
-    Only the main thread may set this; ranks that another thread starts ignore it once they run.
+    Blocked, not ignored: one that comes just now is delivered to this process afterwards, not lost.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _serve(connection: Connection, stacks: str) -> None:
