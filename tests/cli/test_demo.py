@@ -194,7 +194,9 @@ def test_a_killed_rank_is_named_by_gradsync(capsys: pytest.CaptureFixture[str], 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_demo_is_quiet_and_leaves_nothing(number: signal.Signals, code: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "import sys; from gradsync.cli.entry import main; sys.exit(main(['demo']))"]
+    # A shell starts background jobs with SIGINT ignored, and children inherit that: listen again.
+    listen = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    command = [sys.executable, "-c", f"{listen}; from gradsync.cli.entry import main; sys.exit(main(['demo']))"]
     env = os.environ | {"TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
