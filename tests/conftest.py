@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from gradsync.ranks import RankPool
+from netlab.fixture import lab, nest  # noqa: F401  # for every folder
 
 Run = Callable[..., list[Any]]
 

@@ -18,7 +18,9 @@ paces = st.one_of(
 )
 plans = st.builds(
     gs.Plan,
-    algorithm=st.none() | st.builds(gs.native),
+    algorithm=st.none()
+    | st.sampled_from([gs.native(), gs.ring(), gs.halving_doubling(), gs.hierarchical(), gs.shared_memory()])
+    | st.builds(gs.tree, st.integers(1, 64)),
     pace=paces,
     overlap=st.sampled_from(["none", "backward"]),
     bucket_bytes=st.none() | st.integers(1024, 1 << 62),
@@ -65,7 +67,7 @@ def test_the_default_plan_is_what_ddp_does() -> None:
         ({"combine": "median"}, ValueError, 'combine must be "mean" or "sum", got \'median\''),
         ({"pace": 4}, TypeError, "pace must be gs.every_step() or gs.accumulate(k), got 4"),
         ({"pace": gs.accumulate}, TypeError, "pace must be gs.every_step() or gs.accumulate(k), got "),
-        ({"algorithm": "ring"}, TypeError, "algorithm must be None or gs.native(), got 'ring'"),
+        ({"algorithm": "ring"}, TypeError, "algorithm must be None or one of gs.native(), gs.ring(), "),
     ],
 )
 def test_a_plan_that_makes_no_sense_is_refused(fields: dict[str, Any], kind: type[Exception], sentence: str) -> None:

@@ -9,7 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from gradsync.allreduce.native import Native, native
+from gradsync.allreduce.choice import Algorithm
+from gradsync.allreduce.halving_doubling import HalvingDoubling
+from gradsync.allreduce.hierarchical import Hierarchical
+from gradsync.allreduce.native import Native
+from gradsync.allreduce.ring import Ring
+from gradsync.allreduce.shared_memory import SharedMemory
+from gradsync.allreduce.tree import Tree
 
 Overlap = Literal["none", "backward"]
 Combine = Literal["mean", "sum"]
@@ -55,7 +61,14 @@ def accumulate(k: int, backwards: int = 1) -> Accumulate:
 
 
 # The names under which recipes stand in a TOML file: `[pace] kind = "accumulate"`.
-_ALGORITHMS: dict[str, type] = {"native": Native}
+_ALGORITHMS: dict[str, type] = {
+    "native": Native,
+    "ring": Ring,
+    "tree": Tree,
+    "halving_doubling": HalvingDoubling,
+    "hierarchical": Hierarchical,
+    "shared_memory": SharedMemory,
+}
 _PACES: dict[str, type] = {"every_step": EveryStep, "accumulate": Accumulate}
 
 
@@ -64,7 +77,8 @@ class Plan:
     """How to synchronize. Frozen and checked; equal plans compare equal, also across ranks.
 
     Args:
-        algorithm: Which way the bytes travel. None or `native()`: the process group's own all-reduce.
+        algorithm: Which way the bytes travel: `native()` (the process group's own all-reduce), `ring()`, `tree()`,
+            `halving_doubling()`, `hierarchical()` or `shared_memory()`. None: the fastest for this group and size.
         pace: How often. `every_step()` or `accumulate(k)`.
         overlap: When. "backward": while backward still computes. "none": after it.
         bucket_bytes: How much travels in one message. None: an eighth of the model, 4 to 25 MiB.
@@ -74,15 +88,14 @@ class Plan:
     Accumulate(k=4, backwards=1)
     """
 
-    algorithm: Native | None = None
+    algorithm: Algorithm | None = None
     pace: Pace = field(default_factory=every_step)
     overlap: Overlap = "backward"
     bucket_bytes: int | None = None
     combine: Combine = "mean"
 
     def __post_init__(self) -> None:
-        if self.algorithm is not None and not isinstance(self.algorithm, Native):
-            raise TypeError(f"algorithm must be None or gs.native(), got {self.algorithm!r}")
+        check_algorithm(self.algorithm)
         if not isinstance(self.pace, Pace):
             raise TypeError(f"pace must be gs.every_step() or gs.accumulate(k), got {self.pace!r}")
         if self.overlap not in get_args(Overlap):
@@ -142,6 +155,13 @@ class Plan:
             raise ValueError(f"{path}: {error}") from None
 
 
+def check_algorithm(algorithm: object) -> None:
+    """Refuse what is none."""
+    if algorithm is not None and not isinstance(algorithm, Algorithm):
+        names = ", ".join(f"gs.{name}()" for name in _ALGORITHMS)
+        raise TypeError(f"algorithm must be None or one of {names}, got {algorithm!r}")
+
+
 def _recipe(value: Any, kinds: dict[str, type]) -> dict[str, Any]:
     kind = next(name for name, cls in kinds.items() if isinstance(value, cls))
     return {"kind": kind, **dataclasses.asdict(value)}
@@ -171,6 +191,6 @@ __all__ = [
     "Pace",
     "Plan",
     "accumulate",
+    "check_algorithm",
     "every_step",
-    "native",
 ]

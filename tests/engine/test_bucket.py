@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradsync.engine.bucket import _LARGE_NBYTES, Bucket, Entry, Layout, _default_limit, _offsets, _pack
+from gradsync.exchange.memory import zeros
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
 LARGE = _LARGE_NBYTES // 4  # elements of float32
@@ -27,7 +28,7 @@ def entries_of(tensors: list[torch.Tensor]) -> list[Entry]:
 def layout_of(
     tensors: list[torch.Tensor], bucket_bytes: int | None = None, held: frozenset[int] = frozenset()
 ) -> Layout:
-    return Layout(entries_of(tensors), bucket_bytes, set(held))
+    return Layout(entries_of(tensors), bucket_bytes, set(held), zeros)
 
 
 def nbytes(entry: Entry) -> int:

@@ -19,12 +19,32 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gradsync.allreduce.ring import all_gather_rounds, reduce_scatter_rounds
-from gradsync.allreduce.schedule import Schedule, chunk_bounds, side_by_side
+from gradsync.allreduce.schedule import Round, Schedule, chunk_bounds, side_by_side
 from gradsync.links import Hosts, as_hosts
 
 _FINEST = 4  # shares per rank of the largest host; no rank then answers for over 1/4 more than an equal part
+
+
+class Levels(NamedTuple):
+    """The three parts of the algorithm, each between the ranks it concerns."""
+
+    world_size: int
+    num_chunks: int
+    blocks: dict[int, range]  # the chunks that each rank answers for, consecutive inside a host
+    scatter: tuple[Round, ...]  # inside: after it each rank has its host's sum of its block
+    across: tuple[Round, ...]  # after it each rank has everybody's sum of its block
+    gather: tuple[Round, ...]  # inside: after it each rank has all of it
+
+    def schedule(self) -> Schedule:
+        """All three, one after the other."""
+        return Schedule(self.world_size, self.num_chunks, self.scatter + self.across + self.gather)
+
+    def across_schedule(self) -> Schedule:
+        """Only what travels between hosts, for where the ranks of a host have a faster way among themselves."""
+        return Schedule(self.world_size, self.num_chunks, self.across)
 
 
 @dataclass(frozen=True)
@@ -33,6 +53,10 @@ class Hierarchical:
 
     def schedule(self, hosts: int | Sequence[Sequence[int]]) -> Schedule:
         """Rings inside the hosts, then for each share a ring of those who answer for it, then rings inside."""
+        return self.levels(hosts).schedule()
+
+    def levels(self, hosts: int | Sequence[Sequence[int]]) -> Levels:
+        """The same, part by part."""
         hosts = as_hosts(hosts)
         m, num_shares = len(hosts), _num_shares(hosts)
         shares_of = [[range(*bounds) for bounds in chunk_bounds(num_shares, len(host))] for host in hosts]
@@ -42,13 +66,18 @@ class Hierarchical:
             (_answering(hosts, shares_of, share), [(share * m + part,) for part in range(m)])
             for share in range(num_shares)
         ]
-        rounds = [
-            *side_by_side(reduce_scatter_rounds(ranks, blocks) for ranks, blocks in inside),
+        between = [
             *side_by_side(reduce_scatter_rounds(ranks, blocks) for ranks, blocks in across),
             *side_by_side(all_gather_rounds(ranks, blocks) for ranks, blocks in across),
-            *side_by_side(all_gather_rounds(ranks, blocks) for ranks, blocks in inside),
         ]
-        return Schedule(sum(map(len, hosts)), num_shares * m, tuple(rounds))
+        return Levels(
+            world_size=sum(map(len, hosts)),
+            num_chunks=num_shares * m,
+            blocks={rank: block for ranks, blocks in inside for rank, block in zip(ranks, blocks, strict=True)},
+            scatter=tuple(side_by_side(reduce_scatter_rounds(ranks, blocks) for ranks, blocks in inside)),
+            across=tuple(between),
+            gather=tuple(side_by_side(all_gather_rounds(ranks, blocks) for ranks, blocks in inside)),
+        )
 
 
 def hierarchical() -> Hierarchical:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from types import FrameType
 
-from gradsync.cli import demo
+from gradsync.cli import bench, demo
 from gradsync.cli.arguments import BadInput, Parser
 from gradsync.errors import GradSyncError
 
@@ -24,6 +24,7 @@ _EXAMPLE = """\
 example:
   gradsync demo            train a small model on 2 processes of this machine, with and without gradsync
   gradsync demo --help     what can be changed about it
+  gradsync bench           how fast all-reduce is here, beside gloo and MPI
 """
 
 
@@ -52,7 +53,9 @@ def _parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"gradsync {version('gradsync')}")
     parser.set_defaults(run=_no_command)
-    demo.add_parser(parser.add_subparsers(title="commands", metavar="COMMAND"))
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for command in (demo, bench):
+        command.add_parser(commands)
     return parser
 
 

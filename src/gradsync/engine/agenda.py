@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from gradsync.engine.bucket import Bucket, Entry, Layout
+from gradsync.exchange.memory import Allocate
 from gradsync.guard.header import Headers, Mark
 from gradsync.transport.lane import Lane
 
@@ -19,10 +20,11 @@ from gradsync.transport.lane import Lane
 class Agenda:
     """The buckets, their order, and what was learned about it."""
 
-    def __init__(self, entries: list[Entry], bucket_bytes: int | None, lane: Lane) -> None:
+    def __init__(self, entries: list[Entry], bucket_bytes: int | None, lane: Lane, allocate: Allocate) -> None:
         self._entries = entries
         self._bucket_bytes = bucket_bytes
         self._lane = lane
+        self._allocate = allocate
         self._names = [entry.name for entry in entries]
         self._order = list(reversed(range(len(entries))))
         self._held: set[int] = set()  # arrive more than once in a backward: leave at its end
@@ -76,7 +78,7 @@ class Agenda:
         for entry in self._entries:
             entry.bucket = None
         chosen = (self._entries[index] for index in self._order if trainable[index])
-        self._layout = Layout((e for e in chosen if not e.sparse), self._bucket_bytes, self._held)
+        self._layout = Layout((e for e in chosen if not e.sparse), self._bucket_bytes, self._held, self._allocate)
         # Those without a bucket: frozen now, or sparse.
         self.apart = [entry for entry in self._entries if entry.bucket is None]
         self._lane.describe = self._layout.describe

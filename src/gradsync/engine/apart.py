@@ -8,14 +8,21 @@ from __future__ import annotations
 import torch
 
 from gradsync.engine.bucket import Entry, Layout
-from gradsync.exchange.exact import launch_sum
+from gradsync.exchange.exact import Exact
+from gradsync.exchange.memory import zeros
 from gradsync.exchange.sparse import average_sparse
 from gradsync.guard.header import Headers, Mark
 from gradsync.transport.lane import Lane
 
 
 def average_apart(
-    lane: Lane, entries: list[Entry], headers: Headers, marks: bytearray, scale: float, factor: float
+    lane: Lane,
+    exact: Exact,
+    entries: list[Entry],
+    headers: Headers,
+    marks: bytearray,
+    scale: float,
+    factor: float,
 ) -> None:
     """Average them now: each rank brings `scale` times its gradient, the sum is multiplied by `factor`."""
     sparse = [entry for entry in entries if entry.sparse and not _dense_somewhere(entry, headers)]
@@ -26,9 +33,9 @@ def average_apart(
             entry.param.grad = grad * factor if factor != 1.0 else grad
     dense = [entry for entry in entries if entry not in sparse]
     if dense:
-        for bucket in Layout(dense, None, {entry.index for entry in dense}).buckets:
+        for bucket in Layout(dense, None, {entry.index for entry in dense}, zeros).buckets:
             bucket.complete(marks, scale)
-            lane.wait(launch_sum(lane, bucket.flat, -1))
+            lane.wait(exact.launch(bucket.flat))
             if factor != 1.0:
                 bucket.flat.mul_(factor)
             bucket.hand_out(None)

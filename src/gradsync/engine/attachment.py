@@ -16,15 +16,15 @@ from gradsync.engine.replicas import Buffers, broadcast_optimizer, broadcast_ten
 from gradsync.engine.steps import Steps
 from gradsync.engine.synchronizer import GradSync
 from gradsync.errors import Disagreement
+from gradsync.exchange.exact import Exact
+from gradsync.exchange.ways import Misfit
 from gradsync.guard.door import check_door
+from gradsync.guard.header import HEAD_NBYTES
 from gradsync.pace.window import Window
 from gradsync.plan import Plan
 from gradsync.policy import Guard
-from gradsync.transport.groups import group_timeout, make_groups
-from gradsync.transport.lane import Lane
-from gradsync.transport.liveness import Liveness
-
-_NET_S = 30.0  # our own bound expires first: the groups' is only the net below it
+from gradsync.transport.groups import group_timeout
+from gradsync.transport.lane import NET_S, Lane, open_lane
 
 
 def attach(
@@ -80,22 +80,23 @@ def attach_engine(
         refusal, inventory, plan, guard, optimizers = error, Inventory([], [], set()), Plan(), Guard(), []
         buffers = "broadcast"
     timeout = guard.timeout if guard.timeout is not None else group_timeout(parent)
-    lane = _open_lane(parent, guard, timeout)
+    # Control only: the groups for data wait until the ranks have agreed on which they need.
+    lane = open_lane(parent, guard, timeout)
     shared = plan.canonical() | {"buffers": buffers, "nonfinite": guard.nonfinite}
     try:
         check_door(lane, inventory.table(optimizers), shared, None if refusal is None else str(refusal))
         if refusal is not None:
             raise refusal
-        lane.groups.add_data(parent, _device_types(inventory), timeout + _NET_S)
+        lane.open_team(HEAD_NBYTES + len(inventory.entries))
+        exact = Exact(lane, parent, plan.algorithm, _devices(inventory), timeout + NET_S)
         _start_alike(lane, inventory, optimizers)
     except BaseException as error:
-        lane.liveness.close()
-        if error is refusal or isinstance(error, Disagreement):
-            lane.groups.close()  # all ranks came to this together: nothing is under way
+        # These all ranks come to together: nothing is under way.
+        lane.close(together=error is refusal or isinstance(error, Disagreement | Misfit))
         raise
     window = Window(plan.pace)
     travelling = Buffers(inventory.buffers if buffers == "broadcast" else [])
-    reducer = Reducer(inventory.entries, lane, plan, guard, travelling, window.k)
+    reducer = Reducer(inventory.entries, lane, exact, plan, guard, travelling, window.k)
     listens = always or lane.groups.size > 1 or window.k > 1 or guard.nonfinite != "allow"
     steps = Steps(model, optimizers, plan, reducer, window, inventory.ignored, listens)
     return GradSync(plan, optimizers, travelling, steps)
@@ -125,15 +126,8 @@ def _check_arguments(plan: Plan, guard: Guard, buffers: str) -> None:
         raise ValueError(f'buffers must be "broadcast" or "none", got {buffers!r}')
 
 
-def _device_types(inventory: Inventory) -> list[str]:
-    return sorted({tensor.device.type for tensor in inventory.tensors()})
-
-
-def _open_lane(parent: dist.ProcessGroup, guard: Guard, timeout: float) -> Lane:
-    # Control only: the groups for data wait until the ranks have agreed on which they need.
-    groups = make_groups(parent, timeout, timeout + _NET_S)
-    liveness = Liveness(groups, guard)
-    return Lane(groups, liveness, guard, timeout)
+def _devices(inventory: Inventory) -> set[torch.device]:
+    return {tensor.device for tensor in inventory.tensors()}
 
 
 def _start_alike(lane: Lane, inventory: Inventory, optimizers: list[Optimizer]) -> None:

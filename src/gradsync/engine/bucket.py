@@ -17,6 +17,7 @@ from collections.abc import Iterable, MutableMapping
 
 import torch
 
+from gradsync.exchange.memory import Allocate, Form
 from gradsync.guard.header import Mark
 
 _ALIGN_NBYTES = 64
@@ -78,8 +79,8 @@ class Bucket:
     """A flat tensor and the parameters whose gradients fill it."""
 
     __slots__ = (
-        "_small_params", "_small_views", "entries", "flat", "held", "index", "large", "missing", "on_gpu", "small",
-        "small_flat", "streams",
+        "_offsets", "_small_params", "_small_views", "entries", "flat", "form", "held", "index", "large", "missing",
+        "on_gpu", "small", "small_flat", "streams",
     )  # fmt: skip
 
     def __init__(self, index: int, entries: list[Entry], held: bool) -> None:
@@ -93,21 +94,25 @@ class Bucket:
         self.small = [e for e in entries if everything_small or e.param.numel() * item < _LARGE_NBYTES]
         self.large = [e for e in entries if not everything_small and e.param.numel() * item >= _LARGE_NBYTES]
         self.entries = self.small + self.large
+        self._offsets, total = _offsets([e.param.numel() for e in self.entries], item)
+        self.form = Form(total, first.dtype, first.device)
+        self.missing = len(entries)
+
+    def place(self, flat: torch.Tensor) -> None:
+        """Live in `flat`, which has this bucket's form."""
+        self.flat = flat
         large = {entry.index for entry in self.large}
-        offsets, total = _offsets([e.param.numel() for e in self.entries], item)
-        self.flat = torch.zeros(total, dtype=first.dtype, device=first.device)
-        for entry, offset in zip(self.entries, offsets, strict=True):
+        for entry, offset in zip(self.entries, self._offsets, strict=True):
             strides = torch.empty_like(entry.param, device="meta").stride()
-            entry.view = self.flat.as_strided(entry.param.shape, strides, offset)
+            entry.view = flat.as_strided(entry.param.shape, strides, flat.storage_offset() + offset)
             entry.ptr = entry.view.data_ptr()
             entry.bucket = self
             entry.large = entry.index in large
             entry.filled = False
-        split = offsets[len(self.small)] if self.large else total
+        split = self._offsets[len(self.small)] if self.large else self.form.numel
         self.small_flat = self.flat[:split]
         self._small_params = [entry.param for entry in self.small]
         self._small_views = [entry.view for entry in self.small]
-        self.missing = len(entries)
 
     @property
     def nbytes(self) -> int:
@@ -218,12 +223,16 @@ class Bucket:
 class Layout:
     """All buckets, in the order in which every rank launches them."""
 
-    def __init__(self, entries: Iterable[Entry], bucket_bytes: int | None, held: set[int]) -> None:
+    def __init__(self, entries: Iterable[Entry], bucket_bytes: int | None, held: set[int], allocate: Allocate) -> None:
+        """Every rank lays out at once: memory that ranks share is taken together."""
         entries = list(entries)
         limit = bucket_bytes or _default_limit(entries)
         groups = _pack([e for e in entries if e.index not in held], limit)
         late = _pack([e for e in entries if e.index in held], limit)
         self.buckets = [Bucket(i, group, i >= len(groups)) for i, group in enumerate(groups + late)]
+        flats = allocate([bucket.form for bucket in self.buckets])
+        for bucket, flat in zip(self.buckets, flats, strict=True):
+            bucket.place(flat)
         self.indices = frozenset(entry.index for entry in entries)
         self.schedule = self._hash()
 

@@ -28,25 +28,29 @@ from gradsync.engine.replicas import Buffers
 from gradsync.engine.verdict import Verdict, nonfinite, step_verdict
 from gradsync.engine.weighting import Weighting
 from gradsync.errors import BackwardAborted, NonFinite
-from gradsync.exchange.exact import launch_sum
+from gradsync.exchange.exact import Exact
 from gradsync.guard.calls import check_same_call, launch_header
 from gradsync.guard.header import Flag, Head, Headers, Mark
 from gradsync.plan import Plan
 from gradsync.policy import Guard
 from gradsync.trace import Recorder
-from gradsync.transport.lane import Lane, Ticket
+from gradsync.transport.lane import Lane
 from gradsync.transport.page import Phase
+from gradsync.transport.tickets import Ticket
 
 
 class Reducer:
     """Runs one synchronization after the other."""
 
-    def __init__(self, entries: list[Entry], lane: Lane, plan: Plan, guard: Guard, buffers: Buffers, k: int) -> None:
+    def __init__(
+        self, entries: list[Entry], lane: Lane, exact: Exact, plan: Plan, guard: Guard, buffers: Buffers, k: int
+    ) -> None:
         self.entries = entries
         self.lane = lane
         self.recorder = Recorder()
-        self.agenda = Agenda(entries, plan.bucket_bytes, lane)
+        self.agenda = Agenda(entries, plan.bucket_bytes, lane, exact.allocate)
         self.weighting = Weighting(lane.groups.size, k, plan.combine)
+        self._exact = exact
         self._plan = plan
         self._guard = guard
         self._buffers = buffers
@@ -211,7 +215,7 @@ class Reducer:
         if self._guard.nonfinite != "allow" and self._nonfinite < 0 and not bool(bucket.flat.sum().isfinite()):
             self._find_nonfinite((entry, entry.view) for entry in bucket.entries)
         self.lane.at(Phase.BACKWARD, bucket.index)
-        self._tickets.append(launch_sum(self.lane, bucket.flat, bucket.index))
+        self._tickets.append(self._exact.launch(bucket.flat, bucket.index))
         self._next += 1
 
     def _launch_header(self, micro_batches: int, flags: Flag) -> None:
@@ -248,7 +252,7 @@ class Reducer:
             bucket.hand_out(everything)
         apart = [entry for entry in self.agenda.apart if used[entry.index]]
         if apart:
-            average_apart(self.lane, apart, headers, self.marks, self._scale, factor)
+            average_apart(self.lane, self._exact, apart, headers, self.marks, self._scale, factor)
         self.put_back()
 
     def _drop(self) -> None:

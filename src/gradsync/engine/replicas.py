@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from gradsync.errors import GradSyncError
 from gradsync.guard.agreement import Document, agree, majority
-from gradsync.transport.lane import Lane, Ticket
+from gradsync.transport.lane import Lane
+from gradsync.transport.tickets import Ticket
 
 _CHUNK_NBYTES = 64 << 20
 

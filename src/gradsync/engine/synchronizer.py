@@ -186,9 +186,7 @@ class GradSync:
             if entry.param.grad is not None and entry.param.grad._is_view():
                 entry.param.grad = entry.param.grad.clone()
         together = not self._steps.failed and self._said_goodbye()
-        self._lane.liveness.close()
-        if together:
-            self._lane.groups.close()
+        self._lane.close(together)
 
     def _refuse_if_detached(self) -> None:
         if not self._attached:

@@ -1,76 +1,189 @@
-"""`all_reduce`: the same machinery for one tensor, now, in place."""
+"""`all_reduce` and `shared_empty`: the same machinery for one tensor, now, in place."""
 
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 
-from gradsync.allreduce.native import Native
-from gradsync.errors import Disagreement, GradSyncError, place
+from gradsync.allreduce.choice import Algorithm
+from gradsync.allreduce.shared_memory import SharedMemory
+from gradsync.errors import Disagreement, GradSyncError
+from gradsync.exchange.standing import CARD_NBYTES, Standing, standing
+from gradsync.exchange.ways import Misfit
+from gradsync.kernels.library import CODES
+from gradsync.plan import check_algorithm
+from gradsync.transport.segments import NotEnoughMemory
+from gradsync.transport.team import PLACE, WORKER, Cards
+from gradsync.transport.tickets import OwnSum
 
 Op = Literal["mean", "sum"]
 
-_CARD_NBYTES = 64
+_TEXT_NBYTES = 40  # of a card: the place comes after it
+_NOTHING = torch.empty(0)
 
 
 def all_reduce(
     tensor: torch.Tensor,
     *,
-    algorithm: Native | None = None,
+    algorithm: Algorithm | None = None,
     op: Op = "mean",
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """Replace `tensor` by its mean or sum over the ranks, in place, and return it.
 
     Every rank must bring the same shape and dtype; if they do not, all raise the same error before a byte
-    of data moves. It runs on the group given, in the calling thread, as `torch.distributed.all_reduce` does.
+    of data moves. The first call on a group makes connections of our own for it.
 
     Args:
-        tensor: Of any dtype that the backend can add; a mean needs a floating or complex one.
-        algorithm: Which way the bytes travel. None or `native()`: the process group's own all-reduce.
+        tensor: Of any dtype that can be added; a mean needs a floating or complex one. One from
+            `shared_empty` is reduced where it lies, any other is staged.
+        algorithm: Which way the bytes travel; see `Plan`. None: the fastest for this group and size.
         op: "mean" or "sum".
         group: Who takes part; None: everybody.
     """
     _check_call(tensor, algorithm, op)
-    parent = dist.group.WORLD if group is None else group
-    if parent is None:
-        raise ValueError("there is no process group yet; call gs.init() before gs.all_reduce()")
-    if dist.get_rank(parent) < 0:
-        raise ValueError("this rank is not a member of the group given to all_reduce; only members may call it")
-    size = dist.get_world_size(parent)
+    parent = _members_group(group, "all_reduce")
+    size = parent.size()
     if size == 1:
         return tensor
-    try:
-        _compare_cards(tensor, op, parent, size)
-        flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        if op == "mean":
-            # Divided first, as in a gradient's bucket: half types do not overflow.
-            flat.mul_(1.0 / size)
-        dist.all_reduce(flat, group=parent)
-    except Disagreement:
-        raise
-    except RuntimeError as error:
-        where = place(dist.get_rank(), dist.get_world_size())
-        raise GradSyncError(
-            f"{where} all_reduce of {_describe(tensor)} failed: {str(error).splitlines()[0]}; "
-            "a peer is gone or late, or the backend cannot add this dtype"
-        ) from error
-    with torch.no_grad():
-        tensor.copy_(flat)
+    stand = standing(parent)
+    card = _card(str(tensor.dtype), tensor.shape, op, repr(algorithm), tensor.device.type)
+    with stand.turn:
+        stand.lane.step += 1
+        try:
+            _reduce(stand, parent, tensor, algorithm, op, card)
+        except Cards as error:
+            raise _disagreement(error.cards, stand) from None
     return tensor
 
 
-def _check_call(tensor: torch.Tensor, algorithm: Native | None, op: str) -> None:
+def shared_empty(
+    shape: int | Sequence[int], dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """A tensor in memory that the ranks of this host share: `all_reduce` adds it up where it lies.
+
+    Every rank of the group calls this at once, with the same shape and dtype. It holds zeros. The memory has no
+    name and goes when the tensor goes.
+    """
+    numbers = (shape,) if isinstance(shape, int) else tuple(shape)
+    if not all(isinstance(number, int) and number >= 0 for number in numbers):
+        raise ValueError(f"shape must be a whole number of at least 0, or several, got {shape!r}")
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    parent = _members_group(group, "shared_empty")
+    if parent.size() == 1:
+        return torch.zeros(numbers, dtype=dtype)
+    stand, numel = standing(parent), math.prod(numbers)
+    with stand.turn:
+        stand.lane.step += 1
+        try:
+            _compare(stand, _card(str(dtype), numbers, "shared_empty", "", "cpu"))
+        except Cards as error:
+            raise _disagreement(error.cards, stand, "shared_empty") from None
+        team = stand.lane.team
+        if team is None:
+            why = stand.lane.lacks or "every rank of this group has a host of its own"
+            raise GradSyncError(f"there is no shared memory here: {why}; use a plain tensor")
+        try:
+            return team.allocate(numel * dtype.itemsize)[: numel * dtype.itemsize].view(dtype).view(numbers)
+        except NotEnoughMemory as error:
+            raise NotEnoughMemory(f"{error}; ask for less, or use a plain tensor") from None
+
+
+def _reduce(
+    stand: Standing, parent: dist.ProcessGroup, tensor: torch.Tensor, algorithm: Algorithm | None, op: Op, card: bytes
+) -> None:
+    lane = stand.lane
+    scale = 1.0 / lane.groups.size if op == "mean" else 1.0
+    in_memory = lane.one_host and isinstance(algorithm, SharedMemory | None)
+    if in_memory and tensor.dtype in CODES and tensor.is_cpu and tensor.is_contiguous():
+        _reduce_in_memory(stand, tensor, card, scale)
+        return
+    _compare(stand, card)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    real = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+    if in_memory and real.dtype in CODES and real.is_cpu:
+        _reduce_in_memory(stand, real, card, scale)
+    else:
+        if scale != 1.0:
+            real.mul_(scale)  # first, as in a gradient's bucket: half types do not overflow
+        try:
+            exact = stand.exact(parent, tensor.device, algorithm)
+        except Misfit as error:
+            raise ValueError(str(error)) from None
+        lane.wait(exact.launch(real))
+    if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
+        with torch.no_grad():
+            tensor.copy_(flat.view(tensor.shape))
+
+
+def _reduce_in_memory(stand: Standing, flat: torch.Tensor, card: bytes, scale: float) -> None:
+    team = stand.lane.team
+    assert team is not None
+    try:
+        stand.lane.wait(OwnSum(team, WORKER, team.sum_op(flat, card, scale), "all_reduce"))
+    except Cards as error:
+        # Every rank sees the same cards. If only places differ, all stage.
+        if len({text.split(PLACE.decode())[0] for text in error.cards}) > 1:
+            raise
+        op = team.sum_op(flat, card, scale, in_place=False)
+        stand.lane.wait(OwnSum(team, WORKER, op, "all_reduce"))
+
+
+def _compare(stand: Standing, card: bytes) -> None:
+    """Raise `Cards` on every rank unless all brought the same; what a sum in memory does in one go."""
+    lane = stand.lane
+    if lane.one_host and lane.team is not None:
+        lane.wait(OwnSum(lane.team, WORKER, lane.team.sum_op(_NOTHING, card), "all_reduce"))
+        return
+    cards = lane.exchange(card.ljust(CARD_NBYTES), "the comparison of what the ranks brought")
+    if len(set(cards)) > 1:
+        raise Cards([each.decode().strip() for each in cards])
+
+
+@lru_cache(maxsize=1024)
+def _card(dtype: str, shape: Sequence[int], op: str, algorithm: str, device: str) -> bytes:
+    """What ranks compare before any data moves."""
+    said = "" if algorithm in ("", "None") else f" {algorithm}"
+    text = (
+        f"{dtype.removeprefix('torch.')}{list(shape)} {op}{said}{'' if device == 'cpu' else f' on {device}'}".encode()
+    )
+    if len(text) > _TEXT_NBYTES:
+        return text[: _TEXT_NBYTES - 9] + b"~" + hashlib.sha256(text).hexdigest()[:8].encode()
+    return text
+
+
+def _disagreement(cards: list[str], stand: Standing, what: str = "all_reduce") -> Disagreement:
+    lane = stand.lane
+    members = lane.team.members if lane.one_host and lane.team is not None else range(lane.groups.size)
+    ranks = lane.global_ranks(list(members))
+    said = "; ".join(f"rank {rank}: {text.split(PLACE.decode())[0]}" for rank, text in zip(ranks, cards, strict=True))
+    return Disagreement(f"{what} was called with different tensors ({said}); every rank must bring the same")
+
+
+def _members_group(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGroup:
+    parent = dist.group.WORLD if group is None else group
+    if parent is None:
+        raise ValueError(f"there is no process group yet; call gs.init() before gs.{what}()")
+    if not isinstance(parent, dist.ProcessGroup) or parent.rank() < 0:
+        raise ValueError(f"this rank is not a member of the group given to {what}; only members may call it")
+    return parent
+
+
+def _check_call(tensor: torch.Tensor, algorithm: Algorithm | None, op: str) -> None:
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
         raise TypeError(
             f"all_reduce takes a dense torch tensor, got {getattr(tensor, 'layout', type(tensor).__name__)}"
         )
-    if algorithm is not None and not isinstance(algorithm, Native):
-        raise TypeError(f"algorithm must be None or gs.native(), got {algorithm!r}")
-    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+    check_algorithm(algorithm)
+    if not tensor.is_contiguous() and any(
+        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
         raise TypeError("all_reduce writes in place, which an expanded tensor does not allow; clone() it first")
     if op not in get_args(Op):
         raise ValueError(f'op must be "mean" or "sum", got {op!r}')
@@ -78,24 +191,3 @@ def _check_call(tensor: torch.Tensor, algorithm: Native | None, op: str) -> None
         raise ValueError("torch.bool cannot be added up; pass tensor.int() instead")
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(f'the mean of {tensor.dtype} is not an integer; use op="sum" or a floating tensor')
-
-
-def _compare_cards(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, size: int) -> None:
-    """Gloo aborts the process on a mismatch: compare a card of fixed size first."""
-    text = f"{_describe(tensor)} {op}".encode()
-    if len(text) > _CARD_NBYTES:
-        text = hashlib.sha256(text).hexdigest().encode()
-    card = torch.frombuffer(bytearray(text.ljust(_CARD_NBYTES)), dtype=torch.uint8)
-    if torch.device("cpu") not in group._device_types:
-        card = card.to(tensor.device)
-    cards = [torch.empty_like(card) for _ in range(size)]
-    dist.all_gather(cards, card, group=group)
-    texts = [bytes(each.cpu().numpy()).decode().strip() for each in cards]
-    if len(set(texts)) > 1:
-        ranks = dist.get_process_group_ranks(group)
-        said = "; ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, texts, strict=True))
-        raise Disagreement(f"all_reduce was called with different tensors ({said}); every rank must bring the same")
-
-
-def _describe(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

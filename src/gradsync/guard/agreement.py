@@ -13,8 +13,6 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from gradsync.errors import Disagreement, listed
 from gradsync.transport.lane import Lane
 
@@ -28,24 +26,16 @@ def agree(lane: Lane, document: Document, explain: Callable[[list[Document], lis
     """Return if all ranks bring the same document; otherwise raise on all, with `explain`'s sentence."""
     text = json.dumps(document, sort_keys=True).encode()
     mine = _ENTRY.pack(hashlib.sha256(text).digest(), len(text))
-    rows = gather_bytes(lane, mine, "the agreement between the ranks")
+    rows = lane.exchange(mine)
     if all(row == rows[0] for row in rows):
         return
     lengths = [_ENTRY.unpack(row)[1] for row in rows]
     if not 0 <= max(lengths) <= _MAX_NBYTES:
         raise Disagreement(f"a rank announced a model description of {max(lengths)} bytes; do all run this gradsync?")
     padded = text.ljust(max(lengths), b" ")
-    documents = [json.loads(row) for row in gather_bytes(lane, padded, "the agreement between the ranks")]
+    documents = [json.loads(row) for row in lane.exchange(padded)]
     lane.fail()
     raise Disagreement(explain(documents, list(lane.groups.ranks)))
-
-
-def gather_bytes(lane: Lane, mine: bytes, what: str) -> list[bytes]:
-    """Every rank's bytes; all must bring equally many."""
-    row = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    rows = torch.empty(lane.groups.size, len(mine), dtype=torch.uint8)
-    lane.run(lambda: lane.groups.control.gather(rows, row), what)
-    return [bytes(each.numpy()) for each in rows]
 
 
 def majority(values: list[Any], ranks: list[int]) -> tuple[str, str, str, str]:

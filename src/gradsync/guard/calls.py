@@ -13,7 +13,8 @@ import torch
 
 from gradsync.errors import Disagreement
 from gradsync.guard.header import HEAD_NBYTES, Flag, Head, Headers, pack_header
-from gradsync.transport.lane import Lane, Ticket
+from gradsync.transport.lane import Lane
+from gradsync.transport.tickets import Ticket
 
 
 class Call(enum.IntEnum):
@@ -39,8 +40,7 @@ def launch_header(lane: Lane, head: Head, marks: bytearray) -> tuple[Ticket, tor
     """Start the exchange of headers; the rows are valid when the ticket is done."""
     row = pack_header(head, marks)
     rows = torch.empty(lane.groups.size, HEAD_NBYTES + len(marks), dtype=torch.uint8)
-    control = lane.groups.control
-    return lane.launch(lambda: control.gather(rows, row), "the step header", row.numel()), rows
+    return lane.tell_all(row, rows, "the step header"), rows
 
 
 def meet(lane: Lane, call: Call, num_parameters: int, word: bytes = bytes(8), flags: Flag = Flag.NONE) -> list[Head]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -40,11 +41,12 @@ from torch._C._distributed_c10d import (
 from gradsync.errors import SyncTimeout, listed, place
 from gradsync.transport.wires import connections
 
+MESSAGES = "messages"
 _POLL_S = 0.01
 
 
 class Channel:
-    """One backend among the members of a group: the three collectives we need, each started at once."""
+    """One backend among the members of a group: the collectives and messages we need, each started at once."""
 
     def __init__(self, backend: Any, on_host: bool) -> None:
         self._backend = backend
@@ -71,6 +73,27 @@ class Channel:
         options.asyncOp = True
         return self._backend.allgather([list(rows)], [row], options)
 
+    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+        """Start sending `tensor` to the member with index `dst`; inside a `batch`, what it returns is no work."""
+        return self._backend.send([tensor], dst, tag)
+
+    def recv(self, tensor: torch.Tensor, src: int, tag: int) -> Work:
+        """Fill `tensor` with what the member with index `src` sends; messages of one pair and tag keep their order."""
+        return self._backend.recv([tensor], src, tag)
+
+    def batch(self, issue: Callable[[], None]) -> Work:
+        """Start at once the sends and receives that `issue` issues, at least one; only for nccl, which needs it.
+
+        Outside a batch two ranks that send to each other on one stream wait for each other forever. Tags mean
+        nothing to nccl: it matches the messages of a pair in their order. The first batch of a channel makes its
+        communicator, so every member must issue one, or some collective, before any can complete.
+
+        Run on one GPU with messages to itself, never with several: none were at hand.
+        """
+        self._backend._start_coalescing()
+        issue()
+        return self._backend._end_coalescing()
+
     def close(self) -> None:
         """Let go. Only when nothing is under way: see [Groups outlive the interpreter]."""
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._backend))
@@ -78,7 +101,11 @@ class Channel:
 
 
 class Groups(NamedTuple):
-    """One gloo channel for control, one channel per device type for data, and who we are in them."""
+    """One gloo channel for control, one channel per device type for data, and who we are in them.
+
+    Among the data channels `MESSAGES` is one for sends and receives alone: the lane's thread uses it, while
+    other threads issue collectives on the others.
+    """
 
     rank: int  # index in the group
     size: int
@@ -165,7 +192,7 @@ def _nccl(store: Store, rank: int, size: int, limit: timedelta) -> Any:
 
 def _backend_for(group: dist.ProcessGroup, device_type: str) -> str:
     """The backend that `group` uses for tensors of this kind."""
-    if device_type == "cpu":
+    if device_type in ("cpu", MESSAGES):
         return "gloo"
     name = group._get_backend(torch.device(device_type)).name().lower()
     if name not in ("gloo", "nccl"):

@@ -16,14 +16,16 @@ def declare_host(name: str | None) -> None:
 
 
 def host_identity() -> str:
-    """Equal in two processes iff they may see each other's processes through /proc.
+    """Equal in two processes iff they may share a host: the same boot, the same pid and network namespaces.
 
-    The boot id tells machines apart, the pid namespace tells containers apart.
+    Containers count as hosts of their own, and so do network namespaces: what is meant to go over a slow link
+    does not take a short cut through memory. Whether they do share one shows when they open each other's memory.
     """
     if _declared is not None:
         return f"declared:{_declared}"
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
+        spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net")]
+        return f"{boot}:{spaces}"
     except OSError:
         return f"name:{socket.gethostname()}"

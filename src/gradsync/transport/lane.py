@@ -1,14 +1,15 @@
 """One ordered lane: what is launched here is launched in the same order on every rank.
 
-The lane issues each collective at once, from the thread that calls it, and the backend runs it beside the
-computation: gloo on threads of its own, NCCL on a stream of its own. No Python thread stands between a full
-bucket and the wire; one would need the interpreter, which costs up to 5 ms beside a busy Python thread.
+What takes one call is issued at once, from the thread that calls, and runs beside the computation: gloo has
+threads of its own, NCCL a stream, shared memory a worker. No Python thread stands between a full bucket and
+them; one would need the interpreter, which costs up to 5 ms beside a busy Python thread. Only what takes
+several turns (rounds of messages, hosts and then across, tensors of GPUs on gloo) goes by the lane's thread.
 
 Note [Waiting]
     Never `work.wait(timeout)` as a poll: on gloo the first expiry closes the connection for good. A wait
-    here sleeps on an event that the backend's completion sets, in slices, and looks after the peers in
-    between; Ctrl-C interrupts it. `work.wait()` is called only when the work has completed, to raise its
-    error or to order streams.
+    here sleeps on an event that the backend's completion sets (shared memory: on a word), in slices, and
+    looks after the peers in between; Ctrl-C interrupts it. `work.wait()` is called only when the work has
+    completed, to raise its error or to order streams.
 
     waiting  ├─ slice ─┼─ slice ─┼─ …           ends at once when somebody is dead or silent,
              peer gave up ├─── 1 s ───┤         a second after somebody gave up or left,
@@ -18,54 +19,40 @@ Note [Waiting]
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
 import time
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 
 from gradsync.errors import PeerLost, SyncTimeout, listed, place
+from gradsync.kernels.library import load
+from gradsync.links import Hosts
 from gradsync.policy import Guard
-from gradsync.transport.groups import Groups
+from gradsync.transport.courier import Courier
+from gradsync.transport.groups import Groups, make_groups
 from gradsync.transport.liveness import Liveness
 from gradsync.transport.page import Phase
+from gradsync.transport.segments import NotEnoughMemory
+from gradsync.transport.team import Team
+from gradsync.transport.tickets import Collective, Errand, Notice, Ticket
 from gradsync.transport.verdict import Sights, account, blame, is_lost, late, lost, stopped
 from gradsync.transport.wires import cut
 
+NET_S = 30.0  # our own bound expires first: the groups' is only the net below it
 _SLICE_S = 0.1
 _GRACE_S = 1.0  # for our data to arrive after a peer gave up or left: it may have sent all of it before
 
 
-class Ticket:
-    """A collective under way."""
-
-    __slots__ = ("bucket", "done", "finished_at", "launched_at", "nbytes", "on_host", "succeeded", "what", "work")
-
-    def __init__(self, work: dist.Work, what: str, bucket: int, nbytes: int, on_host: bool) -> None:
-        self.launched_at = time.perf_counter()
-        self.finished_at = 0.0
-        self.work = work
-        self.what = what
-        self.bucket = bucket
-        self.nbytes = nbytes
-        self.on_host = on_host
-        self.succeeded = False
-        self.done = threading.Event()
-        if on_host:
-            work.get_future().add_done_callback(self._completed)
-
-    def _completed(self, future: Any) -> None:
-        self.finished_at = time.perf_counter()
-        with contextlib.suppress(RuntimeError):
-            future.value()
-            self.succeeded = True
-        self.done.set()
+def open_lane(parent: dist.ProcessGroup, guard: Guard, timeout: float) -> Lane:
+    """A lane among the members of `parent`, with the channel for control; every member calls this at once."""
+    groups = make_groups(parent, timeout, timeout + NET_S)
+    return Lane(groups, Liveness(groups, guard), guard, timeout)
 
 
 class Lane:
@@ -78,36 +65,118 @@ class Lane:
         self._guard = guard
         self._timeout = timeout
         self._under_way: deque[Ticket] = deque()  # oldest first: an error names the first bucket among them
+        self._courier = Courier()
+        self._house: list[Team] = []  # our team, where there is one
+        self.has_library = True  # the C library, on every rank
+        self.lacks = ""  # why there is no team though ranks share a host
         self.describe: Callable[[int], str] = lambda bucket: f"bucket {bucket}"
         # At exit: a collective that fails after the interpreter is gone would crash the process.
-        weakref.finalize(self, _abandon, self._under_way, groups, os.getpid())
+        self._end = weakref.finalize(self, _abandon, self._under_way, groups, self._house, self._courier, os.getpid())
+
+    # Who shares a host
+
+    @property
+    def hosts(self) -> Hosts:
+        """The ranks of each host, by index in the group."""
+        return self.liveness.hosts
+
+    @property
+    def team(self) -> Team | None:
+        """The ranks of this host, if they can reduce in shared memory."""
+        return self._house[0] if self._house else None
+
+    @property
+    def one_host(self) -> bool:
+        """Whether the team is the whole group."""
+        return bool(self._house) and len(self.hosts) == 1
+
+    def open_team(self, board_nbytes: int) -> None:
+        """Make the teams of all hosts, if ranks share any; every rank of the group calls this.
+
+        `board_nbytes` is the length of the messages that `tell_all` will carry. Where there is no team though
+        ranks share a host, `lacks` says why.
+        """
+        if self.groups.size == len(self.hosts):
+            return
+        lacking = [rank for rank, has in enumerate(self.exchange(bytes([load() is not None]))) if not has[0]]
+        if lacking:
+            self.has_library = False
+            self.lacks = (
+                f"gradsync's C library was not built on {listed(self.global_ranks(lacking))} "
+                "(install a C compiler, then gradsync again)"
+            )
+            return
+        mine = next(host for host in self.hosts if self.groups.rank in host)
+        try:
+            self._house.append(Team(self.exchange, mine, self.groups.rank, self.liveness.pidfds(), board_nbytes))
+        except NotEnoughMemory as error:
+            self.lacks = str(error)
+
+    # Launching
 
     def launch(
         self, issue: Callable[[], dist.Work], what: str, nbytes: int, bucket: int = -1, on_host: bool = True
     ) -> Ticket:
         """Issue a collective now; `what` is how an error names it."""
         try:
-            ticket = Ticket(issue(), what, bucket, nbytes, on_host)
+            ticket = Collective(issue(), what, nbytes, bucket, on_host)
         except RuntimeError as error:
             self._fail(what, bucket, error)
+        return self.follow(ticket) if on_host else ticket
+
+    def follow(self, ticket: Ticket) -> Ticket:
+        """Know of what somebody else has launched: an error may name it, and at the end it is not left alone."""
         while self._under_way and self._under_way[0].succeeded:
             self._under_way.popleft()
-        if on_host:
-            self._under_way.append(ticket)
+        self._under_way.append(ticket)
         return ticket
 
+    def send(self, run: Callable[[], None], what: str, nbytes: int, bucket: int = -1) -> Errand:
+        """Have the lane's thread do it, after all it was asked for before."""
+        errand = Errand(run, what, nbytes, bucket)
+        self.follow(errand)
+        self._courier.take(errand)
+        return errand
+
+    def tell_all(self, row: torch.Tensor, rows: torch.Tensor, what: str) -> Ticket:
+        """Start filling `rows` with every rank's `row`, by the fastest way there is."""
+        if self.one_host and self._house[0].fits(row):
+            return self.follow(Notice(self._house[0], row, rows, what))
+        return self.launch(lambda: self.groups.control.gather(rows, row), what, row.numel())
+
+    def exchange(self, mine: bytes, what: str = "the agreement between the ranks") -> list[bytes]:
+        """Every rank's bytes; all must bring equally many."""
+        row = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        rows = torch.empty(self.groups.size, len(mine), dtype=torch.uint8)
+        self.run(lambda: self.groups.control.gather(rows, row), what)
+        return [bytes(each.numpy()) for each in rows]
+
     def wait(self, ticket: Ticket) -> None:
-        """Return when the collective has completed (nccl: when the stream will wait for it)."""
-        if ticket.on_host and not ticket.done.is_set():
+        """Return when the ticket's work has completed (nccl: when the stream will wait for it)."""
+        if ticket.on_host and not ticket.landed(ticket.patience_s):
             self._sleep_until(ticket)
         try:
-            ticket.work.wait()
+            ticket.settle()
         except RuntimeError as error:
             self._fail(ticket.what, ticket.bucket, error)
 
     def run(self, issue: Callable[[], dist.Work], what: str, on_host: bool = True) -> None:
         """Launch and wait."""
         self.wait(self.launch(issue, what, 0, on_host=on_host))
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        return all(ticket.landed(0) for ticket in self._under_way)
+
+    def close(self, together: bool) -> None:
+        """Leave; `together` if all ranks came to this, so that nothing is under way."""
+        self.liveness.close()
+        if together:
+            self._courier.close(_GRACE_S)
+            self.groups.close()
+            self._under_way.clear()
+            self._end()
 
     def at(self, phase: Phase, bucket: int = -1) -> None:
         """Say where this rank is."""
@@ -133,7 +202,7 @@ class Lane:
         start = time.monotonic()
         stopped_at = None
         warned = False
-        while not ticket.done.wait(_SLICE_S):
+        while not ticket.landed(_SLICE_S):
             now = time.monotonic()
             sights = self.liveness.sights()
             if culprits := lost(sights, self.step):
@@ -182,6 +251,8 @@ class Lane:
         others = [rank for rank in culprits if rank != self.groups.rank]
         missing = any(is_lost(sights, rank) for rank in others)
         self.liveness.at(self.step, Phase.LOST_PEER if missing else Phase.FAILED, culprits=tuple(culprits))
+        for team in self._house:
+            team.abort()
         bucket, name = self._stuck(what, bucket)
         here, who = self.place(bucket), self._accounts(sights, others)
         if missing:
@@ -217,13 +288,21 @@ class Lane:
         return stuck, self.describe(stuck) if stuck >= 0 else what
 
 
-def _abandon(under_way: deque[Ticket], groups: Groups, pid: int) -> None:
+def _abandon(under_way: deque[Ticket], groups: Groups, house: list[Team], courier: Courier, pid: int) -> None:
     """End what is still under way."""
     # A forked child has the same sockets, and ends without touching them.
-    if os.getpid() == pid and not all(ticket.done.is_set() for ticket in under_way):
+    if os.getpid() != pid:
+        return
+    for team in house:
+        team.abort()
+    if not all(ticket.landed(0) for ticket in under_way):
         cut(groups.wires)
         for ticket in under_way:
-            ticket.done.wait(_GRACE_S)
+            ticket.landed(_GRACE_S)
+    courier.close(_GRACE_S)
+    # Only when nobody can be in it: its memory goes away.
+    for team in house:
+        team.close()
 
 
 def _first_line(error: BaseException) -> str:

@@ -44,7 +44,7 @@ class Liveness:
         self._state = INITIAL
         self._closed = False
         try:
-            self._peers, self._mailbox = meet(groups, self._page, lambda: self._state)
+            self._peers, self._mailbox, self.hosts = meet(groups, self._page, lambda: self._state)
         except BaseException:
             self._page.close()
             raise
@@ -100,6 +100,10 @@ class Liveness:
         """The process of a rank of this host."""
         peer = self._peers.get(rank)
         return peer.pid if isinstance(peer, LocalPeer) else None
+
+    def pidfds(self) -> dict[int, int]:
+        """What tells of the end of each rank of this host, itself excepted; valid until close."""
+        return {rank: peer.pidfd for rank, peer in self._peers.items() if isinstance(peer, LocalPeer)}
 
     def close(self) -> None:
         """Leave. What a rank said when it gave up stays: the others need it to blame the right one."""

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from gradsync.errors import PeerLost, place
+from gradsync.links import Hosts
 from gradsync.transport.groups import Groups
 from gradsync.transport.hosts import host_identity
 from gradsync.transport.mailbox import Mailbox, RemotePeer
@@ -24,10 +25,11 @@ _CARD = struct.Struct("<32sqq16s")  # host, pid, fd, nonce
 
 
 class Meeting(NamedTuple):
-    """Whom we met, and the mailbox if anybody is out of sight."""
+    """Whom we met, the mailbox if anybody is out of sight, and who shares a host."""
 
     peers: dict[int, Peer]  # by index in the group
     mailbox: Mailbox | None
+    hosts: Hosts
 
 
 def meet(groups: Groups, page: Page, own: Callable[[], State]) -> Meeting:
@@ -51,7 +53,25 @@ def meet(groups: Groups, page: Page, own: Callable[[], State]) -> Meeting:
         peers |= {rank: RemotePeer(mailbox, rank) for rank in remote}
     if not all(all(row) for row in in_sight):
         _exchange(groups, b"\x01")  # nobody reads the store before everybody has written
-    return Meeting(dict(sorted(peers.items())), mailbox)
+    return Meeting(dict(sorted(peers.items())), mailbox, _hosts([card[0] for card in cards], in_sight))
+
+
+def _hosts(identities: list[bytes], in_sight: list[bytes]) -> Hosts:
+    """Ranks that say they are on one host, and in fact all see each other; others count as hosts of their own.
+
+    >>> _hosts([b"a", b"b", b"a"], [bytes([1, 0, 1]), bytes([0, 1, 0]), bytes([1, 0, 1])])
+    ((0, 2), (1,))
+    >>> _hosts([b"a", b"a"], [bytes([1, 1]), bytes([0, 1])])
+    ((0,), (1,))
+    """
+    together: dict[bytes, list[int]] = {}
+    for rank, identity in enumerate(identities):
+        together.setdefault(identity, []).append(rank)
+    hosts: list[tuple[int, ...]] = []
+    for ranks in together.values():
+        mutual = all(in_sight[a][b] for a in ranks for b in ranks)
+        hosts += [tuple(ranks)] if mutual else [(rank,) for rank in ranks]
+    return tuple(sorted(hosts))
 
 
 def _exchange(groups: Groups, mine: bytes) -> list[bytes]:

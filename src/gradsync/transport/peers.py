@@ -39,7 +39,7 @@ class LocalPeer:
         self.pid = pid
         self.silent_s = 0.0
         self._page = page
-        self._pidfd = pidfd
+        self.pidfd = pidfd
         self._beat = -1
 
     @classmethod
@@ -59,7 +59,7 @@ class LocalPeer:
     def dead(self) -> bool:
         # A poll object of its own each time: one that two threads share raises.
         poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
+        poll.register(self.pidfd, select.POLLIN)
         return bool(poll.poll(0))
 
     def listen(self, elapsed_s: float) -> None:
@@ -69,4 +69,4 @@ class LocalPeer:
 
     def close(self) -> None:
         self._page.close()
-        os.close(self._pidfd)
+        os.close(self.pidfd)

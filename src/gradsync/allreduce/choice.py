@@ -1,0 +1,46 @@
+"""Which algorithm for how many bytes, on given links: the cheapest by `price`."""
+
+from __future__ import annotations
+
+from gradsync.allreduce.halving_doubling import HalvingDoubling
+from gradsync.allreduce.hierarchical import Hierarchical
+from gradsync.allreduce.native import Native
+from gradsync.allreduce.pricing import price
+from gradsync.allreduce.ring import Ring
+from gradsync.allreduce.shared_memory import SharedMemory
+from gradsync.allreduce.tree import Tree
+from gradsync.links import Cluster, Link
+
+Algorithm = Native | Ring | Tree | HalvingDoubling | Hierarchical | SharedMemory
+
+# Between hosts, until somebody measures: 10 Gbit/s Ethernet with TCP.
+DEFAULT_ACROSS = Link(latency_s=100e-6, bandwidth=1.1e9)
+# Between ranks of one host: loopback TCP, and shared memory where the C library is built.
+LOOPBACK = Link(latency_s=50e-6, bandwidth=1.5e9)
+MEMORY = Link(latency_s=5e-6, bandwidth=8e9)
+
+CANDIDATES = (Hierarchical(), HalvingDoubling(), Tree(), Ring())
+
+# Python takes part in every round of a schedule that we run ourselves; a backend's own needs it once.
+_ROUND_S = 100e-6
+
+
+def cheapest(nbytes: int, cluster: Cluster) -> Algorithm:
+    """The algorithm with the lowest price among hosts; the backend's own ring is charged as a ring without Python.
+
+    >>> two_hosts = Cluster(((0, 1), (2, 3)), inside=MEMORY, across=DEFAULT_ACROSS)
+    >>> cheapest(25 << 20, two_hosts), cheapest(64, two_hosts)
+    (Hierarchical(), Native())
+    """
+    everything: tuple[Algorithm, ...] = (Native(), *CANDIDATES)
+    return min(everything, key=lambda algorithm: cost(algorithm, nbytes, cluster))
+
+
+def cost(algorithm: Algorithm, nbytes: int, cluster: Cluster) -> float:
+    """Seconds that an all-reduce of `nbytes` should take, with what running it costs beside the links."""
+    if isinstance(algorithm, SharedMemory):
+        return 2 * cluster.inside.latency_s + 2 * nbytes / cluster.inside.bandwidth
+    recipe = Ring() if isinstance(algorithm, Native) else algorithm
+    schedule = recipe.schedule(cluster.hosts)
+    rounds = 1 if isinstance(algorithm, Native) else len(schedule.rounds)
+    return price(schedule, nbytes, cluster) + rounds * _ROUND_S

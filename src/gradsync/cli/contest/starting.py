@@ -1,0 +1,66 @@
+"""How the ranks come to be: started here, by mpirun if MPI takes part and else as a pool, or by a launcher.
+
+    gradsync bench --ranks 4                                    pool or mpirun: this process waits and reads
+    torchrun --nproc-per-node 4 --no-python gradsync bench      launcher: this process is a rank itself
+
+In all three every rank runs `worker.compete`, and rank 0's lines become the result.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from gradsync.cli.contest.arms import MPI
+from gradsync.cli.contest.machine import cores, machine
+from gradsync.cli.contest.mpirun import run_under_mpirun
+from gradsync.cli.contest.question import Question
+from gradsync.cli.contest.result import Result, read_result
+from gradsync.cli.contest.sharing import Place
+from gradsync.cli.contest.worker import PROGRESS, RESULTS, compete
+from gradsync.cli.progress import follow
+from gradsync.ranks import RankPool
+
+_HOUR_S = 3600.0
+
+
+def run_alone(question: Question, ranks: int, quiet: bool) -> Result:
+    """Start the ranks on this machine, wait, and read what came of it."""
+    threads = max(1, cores() // ranks)
+    with _folder(question, quiet) as folder:
+        if MPI in question.arms:
+            run_under_mpirun(question.as_json(), ranks, threads, folder, _HOUR_S)
+        else:
+            with RankPool(ranks, threads) as pool:
+                pool.run(compete, question.as_json(), folder, timeout=_HOUR_S)
+        return _read(folder, question, ranks, hosts=1, threads=threads)
+
+
+def run_as_rank(question: Question, place: Place, quiet: bool) -> Result | None:
+    """Take part in a group that exists; the result on rank 0, None elsewhere."""
+    if dist.get_rank() != 0:
+        compete(question.as_json(), folder="")
+        return None
+    with _folder(question, quiet) as folder:
+        compete(question.as_json(), folder)
+        return _read(folder, question, dist.get_world_size(), place.num_hosts, torch.get_num_threads())
+
+
+@contextmanager
+def _folder(question: Question, quiet: bool) -> Iterator[str]:
+    """Where rank 0 writes, gone afterwards; while it writes, progress is shown."""
+    with tempfile.TemporaryDirectory(prefix="gradsync-bench-") as folder:
+        total = 1 + question.num_contests
+        with follow(os.path.join(folder, PROGRESS), total, f"measuring, {len(question.arms)} arms in turn", quiet):
+            yield folder
+
+
+def _read(folder: str, question: Question, ranks: int, hosts: int, threads: int) -> Result:
+    lines = (Path(folder) / RESULTS).read_text().splitlines()
+    return read_result(lines, ranks, question.dtype, machine(hosts, threads))

@@ -1,0 +1,137 @@
+"""What each rank of a bench runs, whoever started it: all arms on every size, in turn, each result checked.
+
+    for every size, cache and kind of main thread            one call of an arm
+      round 0   gloo | mpi | shared | any    not counted      fill with this rank's numbers
+      round 1   mpi | shared | any | gloo                     cold: sweep the caches
+      round 2   shared | any | gloo | mpi                     gate, t0, all-reduce, t1
+      ...                                                     compare every element with the sum
+
+A sample is the longest of the ranks' t1 − t0. Rank 0 appends results to a file as JSON lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradsync.cli.contest.arms import ARMS, Arm, Call
+from gradsync.cli.contest.clock import Clock, clock
+from gradsync.cli.contest.gate import Gate, open_gate
+from gradsync.cli.contest.memory import make_sweep, memory_bandwidth
+from gradsync.cli.contest.question import COLD, DTYPES, Question, Setting
+from gradsync.cli.contest.sharing import collect, decide, spread_over_hosts
+from gradsync.cli.contest.truth import Truth
+from gradsync.cli.progress import advance
+from gradsync.exchange.single import shared_empty
+
+PROGRESS, RESULTS = "progress", "results"
+
+_SECONDS = 40.0  # for all rounds of all contests together, if their number is left to us
+_FEWEST, _MOST = 5, 300  # rounds
+
+Record = Callable[[dict[str, Any]], None]
+
+
+def compete(question: str, folder: str) -> None:
+    """Answer the question, in a group that exists; rank 0 writes into the folder."""
+
+    def record(line: dict[str, Any]) -> None:
+        with (Path(folder) / RESULTS).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        advance(os.path.join(folder, PROGRESS))
+
+    measure(Question.from_json(question), ARMS, record)
+
+
+def measure(question: Question, arms: Mapping[str, Arm], record: Record) -> None:
+    """Run every contest; `record` is called on rank 0, once for the machine and once for each contest."""
+    one_host = spread_over_hosts().num_hosts == 1
+    sweep = make_sweep()
+    with open_gate(one_host) as gate:
+        bandwidth = memory_bandwidth(gate, sweep) if one_host else None
+        if dist.get_rank() == 0:
+            record({"memory_bandwidth": bandwidth})
+        truth = Truth(dist.get_rank(), dist.get_world_size(), DTYPES[question.dtype])
+        for nbytes in question.sizes:
+            bench = _Bench(question, nbytes, {name: arms[name] for name in question.arms}, truth, gate, sweep)
+            for setting in question.settings():
+                cells = bench.run(setting)
+                if dist.get_rank() == 0:
+                    record({"cells": cells})
+
+
+@dataclass
+class _Entry:
+    """An arm at work on one size, under one setting."""
+
+    name: str
+    tensor: torch.Tensor
+    call: Call
+    seconds: list[float] = field(default_factory=list)
+    wrong: int = 0
+
+
+class _Bench:
+    """All arms on one size. Those that work on plain tensors share one: none has the better memory by luck."""
+
+    def __init__(
+        self, question: Question, nbytes: int, arms: Mapping[str, Arm], truth: Truth, gate: Gate, sweep: torch.Tensor
+    ) -> None:
+        self._question, self._nbytes, self._truth, self._gate, self._sweep = question, nbytes, truth, gate, sweep
+        dtype = DTYPES[question.dtype]
+        numel = nbytes // dtype.itemsize
+        tensors = {shared: _make_tensor(numel, dtype, shared) for shared in sorted({a.shared for a in arms.values()})}
+        self._calls = [(name, tensors[arm.shared], arm.bind(tensors[arm.shared])) for name, arm in arms.items()]
+
+    def run(self, setting: Setting) -> list[dict[str, Any]]:
+        """One contest; the cells on rank 0, nothing elsewhere."""
+        entries = [_Entry(name, tensor, call) for name, tensor, call in self._calls]
+        with clock(setting.busy) as watch:
+            self._round(entries, 0, setting, watch)  # connections are made, pages touched, rounds estimated
+            start = time.perf_counter()
+            self._round(entries, 1, setting, watch)
+            rounds = self._num_rounds(time.perf_counter() - start)
+            for number in range(2, rounds + 1):
+                self._round(entries, number, setting, watch)
+        cells = [self._close(entry, setting) for entry in entries]
+        return cells if dist.get_rank() == 0 else []
+
+    def _round(self, entries: list[_Entry], number: int, setting: Setting, watch: Clock) -> None:
+        first = number % len(entries)
+        for entry in entries[first:] + entries[:first]:
+            self._truth.fill(entry.tensor)
+            if setting.cache == COLD:
+                self._sweep.neg_()
+            seconds = watch(self._gate.arrive, entry.call)
+            if number > 0:
+                entry.seconds.append(seconds)
+            entry.wrong += self._truth.count_wrong(entry.tensor)
+
+    def _num_rounds(self, round_s: float) -> int:
+        if self._question.rounds is not None:
+            return self._question.rounds
+        fitting = int(_SECONDS / self._question.num_contests / round_s)
+        return decide(min(_MOST, max(_FEWEST, fitting)))[0]
+
+    def _close(self, entry: _Entry, setting: Setting) -> dict[str, Any]:
+        rows = collect([*entry.seconds, entry.wrong])
+        return {
+            "arm": entry.name,
+            "nbytes": self._nbytes,
+            "cache": setting.cache,
+            "busy": setting.busy,
+            "samples": [max(turn) for turn in zip(*(row[:-1] for row in rows), strict=True)],
+            "wrong": int(sum(row[-1] for row in rows)),
+        }
+
+
+def _make_tensor(numel: int, dtype: torch.dtype, shared: bool) -> torch.Tensor:
+    return shared_empty(numel, dtype) if shared else torch.empty(numel, dtype=dtype)

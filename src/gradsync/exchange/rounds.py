@@ -1,0 +1,249 @@
+"""Runs any schedule over a channel's sends and receives, in place: the station between an algorithm and the wire.
+
+    Schedule ──▶ Program.compile ──▶ Program: what this rank does ──▶ run ──▶ Channel.send, Channel.recv
+    (for all ranks; pure)            (pure, kept and used again)      (blocks, on a flat tensor)
+
+A round on the host, cut into pieces p0, p1 …; a piece is added while the next one travels:
+
+    post     receives  r0 r1 r2   sends s0 s1 s2
+    wire               ├──p0──┼──p1──┼──p2──┤
+    add                       ├p0┤   ├p1┤   ├p2┤  then wait for the sends: the next round may change what they read
+
+Additions land in scratch first, as large as the largest round needs. A copy lands in its place, unless this rank
+sends from there in the same round, or receives more than once: then it lands in scratch too.
+
+Note [Before the round]
+    A transfer reads what its sender held before the round, but a send reads memory until it is done. So what
+    lands in scratch is put in its place only when the sends that read there are done. Every rank posts all
+    receives of a round before it waits for anything, so such a send never depends on our own progress.
+
+Note [Agreement]
+    Sender and receiver never talk about what a message holds. `_messages` makes all messages of a round from
+    the schedule, alike on every rank; a rank takes those it sends or receives, in that order. Those of one pair
+    share a tag, and the transport keeps their order.
+
+Numbers are added by torch in the tensor's own type, so half types round at every hop and integers wrap around.
+An error of the backend comes out as it is, a RuntimeError; the group's own timeout bounds every wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from gradsync.allreduce.schedule import Round, Schedule, chunk_bounds
+from gradsync.transport.groups import Channel
+
+PIECE_NBYTES = 1 << 20
+_ROUND_BITS, _BUCKET_BITS, _SYNC_BITS = 10, 11, 10  # 31 in all: a tag is a non-negative C int
+
+
+class Message(NamedTuple):
+    """Elements `start` to `stop`, from one rank to another, which adds them to its own or puts them in their place."""
+
+    src: int
+    dst: int
+    start: int
+    stop: int
+    add: bool
+
+    def meets(self, other: Message) -> bool:
+        """Whether the two have elements in common."""
+        return self.start < other.stop and other.start < self.stop
+
+
+class Arrival(NamedTuple):
+    """A message that this rank receives."""
+
+    message: Message
+    scratch: int | None  # where in scratch it lands; None: at once in its place
+    after: int  # how many of the step's sends must be done before it goes from scratch to its place
+
+
+class Step(NamedTuple):
+    """This rank's part in one round."""
+
+    number: int  # the round's, from 0
+    sends: tuple[Message, ...]
+    arrivals: tuple[Arrival, ...]  # in the order in which they are put in their places
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What one rank does in each round, for tensors of one size; made by `compile`."""
+
+    rank: int
+    numel: int
+    itemsize: int
+    scratch_numel: int
+    steps: tuple[Step, ...]  # without the rounds in which this rank has nothing to do
+
+    @classmethod
+    def compile(
+        cls, schedule: Schedule, rank: int, numel: int, itemsize: int, piece_nbytes: int = PIECE_NBYTES
+    ) -> Program:
+        """This rank's part of a schedule, which may be only a part of an all-reduce.
+
+        Chunks that follow each other from one rank to another are one message. Messages are cut into pieces, none
+        below `piece_nbytes` unless the whole message is. All ranks must compile with equal arguments, `rank` apart.
+
+        >>> from gradsync.allreduce.ring import ring
+        >>> first, second = Program.compile(ring().schedule(2), 0, 10, 4).steps
+        >>> first.sends, first.arrivals[0].message
+        ((Message(src=0, dst=1, start=5, stop=10, add=True),), Message(src=1, dst=0, start=0, stop=5, add=True))
+        """
+        if not 0 <= rank < schedule.world_size:
+            raise ValueError(f"rank must be one of the schedule's {schedule.world_size} ranks, got {rank}")
+        if itemsize < 1 or piece_nbytes < 1:
+            raise ValueError(f"itemsize and piece_nbytes must be at least 1 byte, got {itemsize} and {piece_nbytes}")
+        bounds = chunk_bounds(numel, schedule.num_chunks)
+        shortest = -(-piece_nbytes // itemsize)
+        every = (_step(n, _messages(r, bounds), rank, shortest) for n, r in enumerate(schedule.rounds))
+        steps = tuple(step for step in every if step.sends or step.arrivals)
+        return cls(rank, numel, itemsize, max(map(_scratch_numel, steps), default=0), steps)
+
+
+def stamp(sync: int, bucket: int) -> int:
+    """Marks the messages of one bucket's round trip, so that those of another never match them.
+
+    A tag has 31 bits, each number modulo what its bits hold. A run adds the round to the stamp.
+
+        30 ···· 21  20 ····· 10  9 ···· 0
+        sync        bucket       round
+
+    >>> hex(stamp(sync=1, bucket=2)), stamp(sync=1024, bucket=2048)
+    ('0x200800', 0)
+    """
+    return (sync % (1 << _SYNC_BITS) << _BUCKET_BITS | bucket % (1 << _BUCKET_BITS)) << _ROUND_BITS
+
+
+def run(program: Program, flat: torch.Tensor, channel: Channel, stamp: int) -> None:
+    """Run the program on `flat`, in place; every member of the channel runs its own with the same stamp.
+
+    Returns when `flat` holds the outcome (nccl: when the current stream will, once it comes to it).
+    """
+    _refuse_misfit(program, flat, channel)
+    flat = flat.detach()
+    scratch = flat.new_empty(program.scratch_numel)
+    play = _play_on_host if channel.on_host else _play_on_stream
+    for step in program.steps:
+        play(step, flat, scratch, channel, stamp | step.number % (1 << _ROUND_BITS))
+
+
+def _refuse_misfit(program: Program, flat: torch.Tensor, channel: Channel) -> None:
+    if flat.dim() != 1 or not flat.is_contiguous():
+        raise ValueError(f"run takes a contiguous tensor of one dimension, got shape {tuple(flat.shape)}")
+    if (flat.numel(), flat.element_size()) != (program.numel, program.itemsize):
+        raise ValueError(
+            f"the program was compiled for {program.numel} elements of {program.itemsize} bytes, "
+            f"got {flat.numel()} of {flat.element_size()}"
+        )
+    if channel.on_host and flat.device.type != "cpu":
+        raise ValueError(f"gloo sends and receives tensors in host memory, got one on {flat.device}; copy it there")
+
+
+# Running a step
+
+
+def _play_on_host(step: Step, flat: torch.Tensor, scratch: torch.Tensor, channel: Channel, tag: int) -> None:
+    # Receives first: what a peer sends to a posted one goes straight to its place.
+    arriving = [channel.recv(_raw(_landing(a, flat, scratch)), a.message.src, tag) for a in step.arrivals]
+    sending = [channel.send(_raw(flat[m.start : m.stop]), m.dst, tag) for m in step.sends]
+    num_sent = 0
+    for arrival, work in zip(step.arrivals, arriving, strict=True):
+        work.wait()
+        for send in sending[num_sent : arrival.after]:  # see [Before the round]
+            send.wait()
+        num_sent = max(num_sent, arrival.after)
+        _put(arrival, flat, scratch)
+    for send in sending[num_sent:]:
+        send.wait()
+
+
+def _play_on_stream(step: Step, flat: torch.Tensor, scratch: torch.Tensor, channel: Channel, tag: int) -> None:
+    """All of the round is one batch, and everything after it is after its sends too."""
+
+    def issue() -> None:
+        for a in step.arrivals:
+            channel.recv(_raw(_landing(a, flat, scratch)), a.message.src, tag)
+        for m in step.sends:
+            channel.send(_raw(flat[m.start : m.stop]), m.dst, tag)
+
+    channel.batch(issue).wait()
+    for arrival in step.arrivals:
+        _put(arrival, flat, scratch)
+
+
+def _raw(part: torch.Tensor) -> torch.Tensor:
+    """Bytes: a backend need not know the type of what it carries."""
+    return part.view(torch.uint8)
+
+
+def _landing(arrival: Arrival, flat: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+    start, stop = arrival.message.start, arrival.message.stop
+    if arrival.scratch is None:
+        return flat[start:stop]
+    return scratch[arrival.scratch : arrival.scratch + stop - start]
+
+
+def _put(arrival: Arrival, flat: torch.Tensor, scratch: torch.Tensor) -> None:
+    if arrival.scratch is not None:
+        landed, place = _landing(arrival, flat, scratch), flat[arrival.message.start : arrival.message.stop]
+        (place.add_ if arrival.message.add else place.copy_)(landed)
+
+
+# Compiling a round
+
+
+def _messages(transfers: Round, bounds: Sequence[tuple[int, int]]) -> list[Message]:
+    """The messages of a round, in an order that keeps the listed one for every chunk; see [Agreement]."""
+    found: list[Message] = []
+    newest: dict[tuple[int, int], int] = {}  # by pair: its last message, which may grow
+    latest: dict[tuple[int, int], int] = {}  # by receiver and chunk: the last message that changes it
+    for t in transfers:
+        start, stop = bounds[t.chunk]
+        if start == stop:
+            continue
+        index = newest.get((t.src, t.dst), -1)
+        follows = index >= 0 and (found[index].stop, found[index].add) == (start, t.add)
+        # A message that comes later in the order may not be overtaken by growing an earlier one.
+        if follows and latest.get((t.dst, t.chunk), -1) < index:
+            found[index] = found[index]._replace(stop=stop)
+        else:
+            index = newest[t.src, t.dst] = len(found)
+            found.append(Message(t.src, t.dst, start, stop, t.add))
+        latest[t.dst, t.chunk] = index
+    return found
+
+
+def _cut(message: Message, shortest: int) -> Iterator[Message]:
+    """Equal pieces, as many as can have `shortest` elements or more."""
+    start, numel = message.start, message.stop - message.start
+    for low, high in chunk_bounds(numel, max(1, numel // shortest)):
+        yield message._replace(start=start + low, stop=start + high)
+
+
+def _step(number: int, messages: list[Message], rank: int, shortest: int) -> Step:
+    sends = [piece for message in messages if message.src == rank for piece in _cut(message, shortest)]
+    incoming = [message for message in messages if message.dst == rank]
+    return Step(number, tuple(sends), tuple(_arrivals(incoming, sends, shortest)))
+
+
+def _arrivals(incoming: list[Message], sends: list[Message], shortest: int) -> Iterator[Arrival]:
+    used = 0
+    for index, message in enumerate(incoming):
+        # Messages are few and pieces are many: compare pieces only where whole messages meet.
+        readers = [(count, send) for count, send in enumerate(sends, 1) if send.meets(message)]
+        alone = not any(message.meets(other) for other in incoming[:index] + incoming[index + 1 :])
+        in_place = not message.add and not readers and alone
+        for piece in _cut(message, shortest):
+            after = max((count for count, send in readers if send.meets(piece)), default=0)
+            yield Arrival(piece, None if in_place else used, after)
+            used += 0 if in_place else piece.stop - piece.start
+
+
+def _scratch_numel(step: Step) -> int:
+    return sum(a.message.stop - a.message.start for a in step.arrivals if a.scratch is not None)

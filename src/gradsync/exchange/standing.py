@@ -1,0 +1,56 @@
+"""What stands ready for single tensors: one lane per process group, made by the first call, kept while it lives.
+
+`gs.all_reduce` and `gs.shared_empty` may be called without any model attached. The first call on a group makes
+groups of our own for it, as `attach` does, so nothing we send can meet what the user sends.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from gradsync.allreduce.choice import Algorithm
+from gradsync.exchange.exact import Exact
+from gradsync.policy import Guard
+from gradsync.transport.groups import group_timeout
+from gradsync.transport.lane import NET_S, Lane, open_lane
+
+CARD_NBYTES = 64
+
+
+class Standing:
+    """The lane of one process group, and the ways that were asked for so far."""
+
+    def __init__(self, parent: dist.ProcessGroup) -> None:
+        self._timeout = group_timeout(parent)
+        self.lane = open_lane(parent, Guard(), self._timeout)
+        self.lane.open_team(CARD_NBYTES)
+        self.turn = threading.Lock()  # calls of several threads go one after the other
+        self._exacts: dict[tuple[str, Algorithm | None], Exact] = {}
+
+    def exact(self, parent: dist.ProcessGroup, device: torch.device, algorithm: Algorithm | None) -> Exact:
+        """How tensors on this device are summed; every rank asks for the same, at once."""
+        key = (device.type, algorithm)
+        if key not in self._exacts:
+            self._exacts[key] = Exact(self.lane, parent, algorithm, [device], self._timeout + NET_S)
+        return self._exacts[key]
+
+
+_standing: weakref.WeakKeyDictionary[dist.ProcessGroup, Standing] = weakref.WeakKeyDictionary()
+
+
+def standing(group: dist.ProcessGroup) -> Standing:
+    """What stands ready for the members of `group`; every member calls this at once the first time."""
+    found = _standing.get(group)
+    if found is None:
+        found = _standing[group] = Standing(group)
+        weakref.finalize(group, _retire, found.lane)
+    return found
+
+
+def _retire(lane: Lane) -> None:
+    """The group is gone. What this rank had to say, it has said; if it waits for others, it is left alone."""
+    lane.close(together=lane.idle)

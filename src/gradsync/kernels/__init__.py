@@ -1,0 +1,1 @@
+"""Hot loops: plain C for CPUs, with the torch reference beside it."""

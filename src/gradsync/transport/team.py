@@ -1,0 +1,187 @@
+"""The ranks of one host as a team that reduces in shared memory; the work itself is C, see kernels/native/team.c.
+
+A team has three streams, each with its own order of operations:
+
+    BOARD   small messages from each to all: step headers
+    WORKER  sums that a thread of the library makes beside the computation, or the caller itself
+    LANE    sums and exchanges of ranges that the lane's own thread asks for: hierarchical, tensors of GPUs
+
+Waiting is in slices, so that the caller can look after the peers and Ctrl-C is heard; see [Waiting] in `lane`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from gradsync.kernels.library import CARD_NBYTES, CODES, NUM_STREAMS, Kind, Op, Result, load
+from gradsync.transport.segments import Exchange, Segment, allocate
+
+BOARD, WORKER, LANE = range(NUM_STREAMS)
+
+PLACE = b" @ "  # what stands before the place on a card
+
+_ROW_NBYTES = 16 << 10  # data up to this size travels on the boards, in one go
+_WINDOW_NBYTES = 256 << 10  # a piece; four of them fit in a core's own cache
+_SPIN = 4000  # looks before a wait sleeps, where every rank has a core
+
+
+class TeamError(RuntimeError):
+    """An operation of the team failed: somebody died, or it was given up."""
+
+
+class Cards(Exception):
+    """The ranks came to different operations; each one's card, by local rank."""
+
+    def __init__(self, cards: list[str]) -> None:
+        super().__init__(str(cards))
+        self.cards = cards
+
+
+class Team:
+    """This rank's part in a team."""
+
+    def __init__(
+        self, exchange: Exchange, members: Sequence[int], index: int, pidfds: dict[int, int], board_nbytes: int
+    ) -> None:
+        """Every rank of the group calls this at once; `members` are those of this host, `index` is this rank."""
+        library = load()
+        assert library is not None, "a team needs the C library"
+        self._library = library
+        self.members = tuple(members)
+        self.size = len(members)
+        self.rank = self.members.index(index)
+        self._exchange = exchange
+        self._board_nbytes = board_nbytes
+        self._num_segments = 0
+        self._segments: weakref.WeakValueDictionary[int, Segment] = weakref.WeakValueDictionary()
+        rows = _numbers(board_nbytes, CARD_NBYTES + _ROW_NBYTES, CARD_NBYTES)
+        windows = _numbers(0, _WINDOW_NBYTES, _WINDOW_NBYTES)
+        self._arena, arena = allocate(exchange, members, index, library.gradsync_arena_nbytes(self.size, rows, windows))
+        # Of our own: liveness closes its when it ends, and their numbers may then mean something else.
+        self._pidfds = [os.dup(pidfds[member]) if member in pidfds else -1 for member in members]
+        fds = (ctypes.c_int * self.size)(*self._pidfds)
+        spin = _SPIN if self.size <= len(os.sched_getaffinity(0)) else 0
+        self._team = library.gradsync_open(self.size, self.rank, arena.bases(0), fds, rows, windows, spin)
+        if not self._team:
+            raise MemoryError("no memory for a team")
+        self._pid = os.getpid()
+
+    # Memory
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Bytes that the team reduces in place; every rank of the group calls this with the same number."""
+        memory, segment = allocate(self._exchange, self.members, self.members[self.rank], nbytes)
+        self._num_segments += 1
+        segment.number = self._num_segments
+        self._segments[segment.begin] = segment
+        return memory
+
+    def locate(self, flat: torch.Tensor) -> tuple[Segment, int] | None:
+        """In which segment `flat` lies, and where; None if it does not lie in the team's memory."""
+        pointer = flat.data_ptr()
+        for begin, segment in self._segments.items():
+            if begin <= pointer < begin + segment.nbytes:
+                return segment, pointer - begin
+        return None
+
+    # Sums
+
+    def sum_op(self, flat: torch.Tensor, card: bytes, scale: float = 1.0, in_place: bool = True) -> Op:
+        """The operation that adds up `flat` over the team, in the way that suits its size and place.
+
+        `in_place`: where it lies in the team's memory, reduce it there. Ranks must do the same, so the card
+        then names the place.
+        """
+        count = flat.numel()
+        op = Op(card, flat.data_ptr(), None, None, count, scale, Kind.STAGED, CODES[flat.dtype])
+        if count * flat.element_size() <= _ROW_NBYTES:
+            op.kind = Kind.SMALL
+        elif in_place and (found := self.locate(flat)) is not None:
+            segment, offset = found
+            op.kind, op.bases = Kind.DIRECT, ctypes.addressof(segment.bases(offset))
+            op.card = card + b"%s%d+%d" % (PLACE, segment.number, offset)
+        return op
+
+    def advance(self, stream: int, op: Op, slice_s: float) -> bool:
+        """Go on with an operation in this thread, for at most about `slice_s`; whether it is done."""
+        result = self._library.gradsync_advance(self._team, stream, op, slice_s)
+        return result == Result.DONE or self._judge(result, stream, op.culprit)
+
+    def submit(self, op: Op) -> Job:
+        """Have the worker do it."""
+        handle = self._library.gradsync_submit(self._team, op)
+        if not handle:
+            raise MemoryError("no memory or no thread for an operation of the team")
+        return Job(self, handle)
+
+    # Messages
+
+    def fits(self, row: torch.Tensor) -> bool:
+        """Whether a message of this length can go by the boards."""
+        return row.numel() <= self._board_nbytes
+
+    def post(self, row: torch.Tensor) -> None:
+        """Say something to all; never waits. The one before must have been collected."""
+        self._library.gradsync_post(self._team, BOARD, row.data_ptr(), row.numel())
+
+    def collect(self, rows: torch.Tensor, slice_s: float) -> bool:
+        """Fill `rows` with what each said; False if somebody has not yet."""
+        culprit = ctypes.c_int(-1)
+        result = self._library.gradsync_collect(self._team, BOARD, rows.data_ptr(), rows.shape[1], slice_s, culprit)
+        return result == Result.DONE or self._judge(result, BOARD, culprit.value)
+
+    # The end
+
+    def abort(self) -> None:
+        """End all waits: what is under way will not be completed."""
+        if self._team:
+            self._library.gradsync_abort(self._team)
+
+    def close(self) -> None:
+        # A forked child has no worker to join.
+        if self._team and os.getpid() == self._pid:
+            self._library.gradsync_close(self._team)
+            for fd in self._pidfds:
+                if fd >= 0:
+                    os.close(fd)
+        self._team = None
+
+    def _judge(self, result: int, stream: int, culprit: int) -> bool:
+        if result == Result.PENDING:
+            return False
+        if result == Result.MISMATCH:
+            cards = [self._library.gradsync_card(self._team, stream, rank) for rank in range(self.size)]
+            raise Cards([ctypes.string_at(card, CARD_NBYTES).rstrip(b"\0").decode(errors="replace") for card in cards])
+        if result == Result.DEAD:
+            raise TeamError(f"rank {self.members[culprit]} ended while others waited for it")
+        raise TeamError("the operation was given up")
+
+
+class Job:
+    """An operation that the worker has."""
+
+    def __init__(self, team: Team, handle: int) -> None:
+        self._team = team
+        self._handle = handle
+        self.finished_at = 0.0
+
+    def wait(self, slice_s: float) -> bool:
+        """Whether it has ended well; waits for at most `slice_s`."""
+        finished_at, culprit = ctypes.c_double(), ctypes.c_int()
+        result = self._team._library.gradsync_wait(self._team._team, self._handle, slice_s, finished_at, culprit)
+        if result == Result.PENDING:
+            return False
+        self.finished_at = finished_at.value
+        return result == Result.DONE or self._team._judge(result, WORKER, culprit.value)
+
+    def __del__(self) -> None:
+        self._team._library.gradsync_release(self._handle)
+
+
+def _numbers(*values: int) -> ctypes.Array[ctypes.c_uint64]:
+    return (ctypes.c_uint64 * len(values))(*values)

@@ -1,0 +1,196 @@
+"""What is under way: a ticket for each, whatever moves it.
+
+    Collective  a backend's own, on its threads or streams
+    TeamSum     a sum in shared memory, by the team's worker
+    OwnSum      the same, made by whoever waits for it
+    Notice      a message from each to all on the team's boards
+    Errand      a Python function on the lane's thread
+    OnStream    messages between GPUs, on a stream of their own
+
+`landed(slice_s)` waits for at most a slice and tells whether it has ended; `settle()` then raises what went
+wrong, or orders streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradsync.kernels.library import Op
+from gradsync.transport.team import Team
+
+
+class Ticket(ABC):
+    """Something under way; `what` and `bucket` are how an error names it."""
+
+    on_host = True  # whether waiting blocks the host, or a stream
+    patience_s = 0.0  # how long to wait before looking after the peers
+
+    def __init__(self, what: str, nbytes: int = 0, bucket: int = -1) -> None:
+        self.launched_at = time.perf_counter()
+        self.finished_at = 0.0
+        self.what = what
+        self.bucket = bucket
+        self.nbytes = nbytes
+        self.succeeded = False
+
+    @abstractmethod
+    def landed(self, slice_s: float) -> bool:
+        """Whether it has ended, well or badly; waits for at most `slice_s`."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """After it has landed: raise RuntimeError if it failed."""
+
+
+class Collective(Ticket):
+    """A collective of a backend."""
+
+    def __init__(self, work: dist.Work, what: str, nbytes: int, bucket: int, on_host: bool) -> None:
+        super().__init__(what, nbytes, bucket)
+        self.on_host = on_host
+        self._work = work
+        self._done = threading.Event()
+        if on_host:
+            work.get_future().add_done_callback(self._completed)
+
+    def _completed(self, future: Any) -> None:
+        self.finished_at = time.perf_counter()
+        with contextlib.suppress(RuntimeError):
+            future.value()
+            self.succeeded = True
+        self._done.set()
+
+    def landed(self, slice_s: float) -> bool:
+        return self._done.wait(slice_s)
+
+    def settle(self) -> None:
+        self._work.wait()
+
+
+class _TeamTicket(Ticket):
+    """Something that a team does: `_go_on` may raise, which is kept for `settle`."""
+
+    _error: Exception | None = None
+
+    @abstractmethod
+    def _go_on(self, slice_s: float) -> bool: ...
+
+    def landed(self, slice_s: float) -> bool:
+        if self.succeeded or self._error is not None:
+            return True
+        try:
+            self.succeeded = self._go_on(slice_s)
+        except Exception as error:
+            self._error = error
+        return self.succeeded or self._error is not None
+
+    def settle(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+class TeamSum(_TeamTicket):
+    """A sum that the team's worker makes."""
+
+    def __init__(self, team: Team, op: Op, flat: torch.Tensor, what: str, nbytes: int, bucket: int) -> None:
+        super().__init__(what, nbytes, bucket)
+        self._flat = flat  # the worker writes to it
+        self._job = team.submit(op)
+
+    def _go_on(self, slice_s: float) -> bool:
+        done = self._job.wait(slice_s)
+        self.finished_at = self._job.finished_at
+        return done
+
+
+class OwnSum(_TeamTicket):
+    """A sum that the waiting thread makes itself."""
+
+    patience_s = 0.05
+
+    def __init__(self, team: Team, stream: int, op: Op, what: str) -> None:
+        super().__init__(what)
+        self._team, self._stream, self._op = team, stream, op
+
+    def _go_on(self, slice_s: float) -> bool:
+        return self._team.advance(self._stream, self._op, slice_s)
+
+
+class Notice(_TeamTicket):
+    """Every rank's row on the boards."""
+
+    def __init__(self, team: Team, row: torch.Tensor, rows: torch.Tensor, what: str) -> None:
+        super().__init__(what, row.numel())
+        self._team, self._rows = team, rows
+        team.post(row)
+
+    def _go_on(self, slice_s: float) -> bool:
+        done = self._team.collect(self._rows, slice_s)
+        self.finished_at = time.perf_counter()
+        return done
+
+
+class Errand(Ticket):
+    """A function that the lane's thread runs in its turn."""
+
+    def __init__(self, run: Callable[[], None], what: str, nbytes: int, bucket: int) -> None:
+        super().__init__(what, nbytes, bucket)
+        self._run = run
+        self._done = threading.Event()
+        self._error: Exception | None = None
+        self.after: Callable[[], None] = lambda: None  # what the waiting thread does when it has landed
+
+    def go(self, broken: Exception | None) -> Exception | None:
+        """On the lane's thread: run, unless an earlier one failed; the error there was."""
+        try:
+            if broken is not None:
+                raise RuntimeError(str(broken)) from broken
+            self._run()
+            self.succeeded = True
+        except Exception as error:
+            self._error = error
+        self._run = _nothing  # what it holds (tensors, say) is free now
+        self.finished_at = time.perf_counter()
+        self._done.set()
+        return self._error
+
+    def landed(self, slice_s: float) -> bool:
+        return self._done.wait(slice_s)
+
+    def settle(self) -> None:
+        if self._error is not None:
+            raise self._error
+        self.after()
+
+
+class OnStream(Ticket):
+    """What was issued to a side stream of a GPU, after all that the current stream does so far."""
+
+    on_host = False
+
+    def __init__(self, flat: torch.Tensor, issue: Callable[[], None], what: str, nbytes: int, bucket: int) -> None:
+        super().__init__(what, nbytes, bucket)
+        self._device = flat.device
+        stream = torch.cuda.Stream(flat.device)
+        stream.wait_stream(torch.cuda.current_stream(flat.device))
+        with torch.cuda.stream(stream):
+            issue()
+        flat.record_stream(stream)
+        self._stream = stream
+
+    def landed(self, slice_s: float) -> bool:
+        return True
+
+    def settle(self) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+def _nothing() -> None: ...
