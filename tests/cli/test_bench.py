@@ -12,6 +12,7 @@ import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -274,6 +275,12 @@ def test_words_tell_what_was_wrong() -> None:
     assert not any("were right" in sentence for sentence in told)
 
 
+@pytest.mark.parametrize(("busy", "warned"), [(None, False), (0.05, False), (1.4, True)])
+def test_a_disturbed_comparison_is_called_one(busy: float | None, warned: bool) -> None:
+    told = sentences(replace(example(), machine={"cores": 2, "busy_cores_of_others": busy}))
+    assert any("DO NOT COMPARE" in sentence for sentence in told) == warned
+
+
 def test_wrong_results_end_with_1(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "run_alone", lambda *_, **__: example(wrong=3))
     assert main(["bench", "--no-mpi", "--json"]) == 1
@@ -299,10 +306,11 @@ def test_plot_of_one_size_across_hosts_has_no_bound() -> None:
 
 def test_lines_of_a_rank_become_a_result() -> None:
     cell = {"arm": "gloo", "nbytes": 8, "cache": "warm", "busy": False, "samples": [1.0, 2.0], "wrong": 0}
-    lines = [json.dumps({"memory_bandwidth": None}), json.dumps({"cells": [cell]})]
+    lines = [json.dumps(line) for line in ({"memory_bandwidth": None}, {"cells": [cell]}, {"strangers": 0.5})]
     result = read_result(lines, ranks=4, dtype="fp64", machine={})
     assert result.cells == (Cell("gloo", 8, "warm", False, (1.0, 2.0), 0),)
     assert result.as_json()["cells"][0]["bound_fraction"] is None
+    assert result.as_json()["machine"] == {"busy_cores_of_others": 0.5}
 
 
 # --- real runs ---
@@ -312,6 +320,7 @@ def check(report: Any, arms: list[str], cells: int) -> None:
     assert set(report) == KEYS
     assert report["ranks"] == 2
     assert report["memory_bandwidth"] > 0
+    assert report["machine"]["busy_cores_of_others"] >= 0
     assert len(report["cells"]) == cells
     assert list(dict.fromkeys(cell["arm"] for cell in report["cells"])) == arms
     for cell in report["cells"]:
@@ -390,7 +399,7 @@ def test_an_interrupted_bench_is_quiet_and_leaves_nothing(arguments: list[str], 
     ) as process:
         try:
             assert process.stderr is not None
-            while "1 of 3" not in process.stderr.readline():  # the ranks are at work
+            while "1 of 4" not in process.stderr.readline():  # the ranks are at work
                 assert process.poll() is None
             os.killpg(process.pid, signal.SIGINT)
             assert process.wait(60) == 130

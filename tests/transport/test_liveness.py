@@ -36,7 +36,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 def alone(monkeypatch: pytest.MonkeyPatch, peers: dict[int, Any]) -> Liveness:
     """A Liveness that met `peers`."""
-    monkeypatch.setattr(module, "meet", lambda *_: Meeting(peers, None))
+    monkeypatch.setattr(module, "meet", lambda *_: Meeting(peers, None, ((0, 1),)))
     return Liveness(SOLO, GUARD)
 
 

@@ -27,7 +27,7 @@ from gradsync.engine.first_gradients import NO_DIGEST, digest_of, warn_if_same_d
 from gradsync.engine.replicas import Buffers
 from gradsync.engine.verdict import Verdict, nonfinite, step_verdict
 from gradsync.engine.weighting import Weighting
-from gradsync.errors import BackwardAborted, NonFinite
+from gradsync.errors import BackwardAborted, Disagreement, NonFinite
 from gradsync.exchange.exact import Exact
 from gradsync.guard.calls import check_same_call, launch_header
 from gradsync.guard.header import Flag, Head, Headers, Mark
@@ -36,6 +36,7 @@ from gradsync.policy import Guard
 from gradsync.trace import Recorder
 from gradsync.transport.lane import Lane
 from gradsync.transport.page import Phase
+from gradsync.transport.team import Cards
 from gradsync.transport.tickets import Ticket
 
 
@@ -186,8 +187,7 @@ class Reducer:
     def finish(self) -> None:
         """Last phase: wait for everything, hand the averages out, or drop the step."""
         headers = self._wait_header()
-        for ticket in self._tickets:
-            self.lane.wait(ticket)
+        self._wait_buckets(headers)
         self._close_record()
         verdict = step_verdict(self.lane, self._guard, headers, self._names)
         self.dropped = verdict is not Verdict.COUNTS
@@ -239,6 +239,18 @@ class Reducer:
         # Before anything else is waited for: a rank in another call will never send a bucket.
         check_same_call(headers, self.lane.groups.ranks)
         return headers
+
+    def _wait_buckets(self, headers: Headers) -> None:
+        try:
+            for ticket in self._tickets:
+                self.lane.wait(ticket)
+        except Cards as error:
+            # The headers know better why: another step, another layout.
+            step_verdict(self.lane, self._guard, headers, self._names)
+            self.lane.fail()
+            raise Disagreement(
+                f"{self.lane.place()} the ranks of this host came to different sums: {'; '.join(error.cards)}"
+            ) from None
 
     # What comes back
 

@@ -17,6 +17,8 @@ from gradsync.cli.contest.arms import ARMS
 from gradsync.cli.contest.memory import bound_s
 from gradsync.cli.contest.question import Setting
 
+_TOLERABLE_CORES = 0.2
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -59,6 +61,11 @@ class Result:
     machine: dict[str, Any]
     memory_bandwidth: float | None
     cells: tuple[Cell, ...]
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether others were at work enough that arms cannot be compared."""
+        return (self.machine.get("busy_cores_of_others") or 0.0) > _TOLERABLE_CORES
 
     @property
     def wrong(self) -> int:
@@ -119,8 +126,10 @@ def times_faster(cell: Cell, rival: Cell) -> float:
 
 def read_result(lines: Iterable[str], ranks: int, dtype: str, machine: dict[str, Any]) -> Result:
     """From what rank 0 wrote, line by line."""
-    first, *rest = (json.loads(line) for line in lines)
-    cells = tuple(_read_cell(fields) for line in rest for fields in line["cells"])
+    first, *contests, last = (json.loads(line) for line in lines)
+    cells = tuple(_read_cell(fields) for line in contests for fields in line["cells"])
+    # Beside the other facts on which the numbers depend.
+    machine = machine | {"busy_cores_of_others": last["strangers"]}
     return Result(ranks, dtype, machine, first["memory_bandwidth"], in_order(cells))
 
 

@@ -56,7 +56,7 @@ def run_as_rank(question: Question, place: Place, quiet: bool) -> Result | None:
 def _folder(question: Question, quiet: bool) -> Iterator[str]:
     """Where rank 0 writes, gone afterwards; while it writes, progress is shown."""
     with tempfile.TemporaryDirectory(prefix="gradsync-bench-") as folder:
-        total = 1 + question.num_contests
+        total = 2 + question.num_contests
         with follow(os.path.join(folder, PROGRESS), total, f"measuring, {len(question.arms)} arms in turn", quiet):
             yield folder
 

@@ -33,6 +33,11 @@ def sentences(result: Result) -> list[str]:
             f"{result.ranks} processes at once read and write memory at {result.memory_bandwidth / 1e9:.1f} GB/s; "
             "the bound is the time in which they could read and write every rank's bytes once."
         )
+    if result.disturbed:
+        told.append(
+            f"Other processes kept {result.machine['busy_cores_of_others']:.1f} of {result.machine['cores']} cores "
+            "busy meanwhile, which does not slow all arms alike: DO NOT COMPARE these times; run again on an idle machine."
+        )
     checked = sum(len(cell.samples) + 1 for cell in result.cells)
     bad = [cell for cell in result.cells if cell.wrong]
     if not bad:

@@ -28,6 +28,7 @@ from gradsync.cli.contest.gate import Gate, open_gate
 from gradsync.cli.contest.memory import make_sweep, memory_bandwidth
 from gradsync.cli.contest.question import COLD, DTYPES, Question, Setting
 from gradsync.cli.contest.sharing import collect, decide, spread_over_hosts
+from gradsync.cli.contest.strangers import Strangers
 from gradsync.cli.contest.truth import Truth
 from gradsync.cli.progress import advance
 from gradsync.exchange.single import shared_empty
@@ -52,13 +53,14 @@ def compete(question: str, folder: str) -> None:
 
 
 def measure(question: Question, arms: Mapping[str, Arm], record: Record) -> None:
-    """Run every contest; `record` is called on rank 0, once for the machine and once for each contest."""
+    """Run every contest; `record` is called on rank 0, for memory, each contest, and strangers at last."""
     one_host = spread_over_hosts().num_hosts == 1
     sweep = make_sweep()
     with open_gate(one_host) as gate:
         bandwidth = memory_bandwidth(gate, sweep) if one_host else None
         if dist.get_rank() == 0:
             record({"memory_bandwidth": bandwidth})
+        strangers = Strangers() if one_host else None
         truth = Truth(dist.get_rank(), dist.get_world_size(), DTYPES[question.dtype])
         for nbytes in question.sizes:
             bench = _Bench(question, nbytes, {name: arms[name] for name in question.arms}, truth, gate, sweep)
@@ -66,6 +68,9 @@ def measure(question: Question, arms: Mapping[str, Arm], record: Record) -> None
                 cells = bench.run(setting)
                 if dist.get_rank() == 0:
                     record({"cells": cells})
+        busy = None if strangers is None else strangers.cores()
+        if dist.get_rank() == 0:
+            record({"strangers": busy})
 
 
 @dataclass
