@@ -206,18 +206,27 @@ def test_who_is_not_in_the_group_is_told(run: Any) -> None:
     assert run(call_from_outside) == ["1.0", sentence]
 
 
-def add_what_gloo_cannot() -> str:
-    try:
-        gs.all_reduce(torch.ones(2, dtype=torch.int16), op="sum")
-    except gs.GradSyncError as error:
-        return str(error)
-    return "nothing"
+def add_what_cannot_be_added() -> list[str]:
+    said = []
+    for tensor, algorithm in (
+        (torch.ones(2, dtype=torch.int16), gs.native()),
+        (torch.ones(2).to(torch.float8_e4m3fn), None),
+    ):
+        try:
+            gs.all_reduce(tensor, op="sum", algorithm=algorithm)
+        except ValueError as error:
+            said.append(str(error))
+    said.append(str(gs.all_reduce(torch.ones(2, dtype=torch.int16), op="sum").tolist()))
+    return said
 
 
-def test_a_dtype_that_the_backend_cannot_add_is_named(run: Any) -> None:
-    for rank, said in enumerate(run(add_what_gloo_cannot)):
-        assert said.startswith(f"[rank {rank}/2] all_reduce of int16[2] failed: ")
-        assert said.endswith("or the backend cannot add this dtype")
+def test_a_dtype_that_cannot_be_added_is_named_and_the_group_still_works(run: Any) -> None:
+    expected = [
+        "gloo cannot add int16; use int32, or gs.shared_memory() on one host",
+        "torch.float8_e4m3fn cannot be added up; pass a tensor of another dtype, tensor.float() say",
+        "[2, 2]",
+    ]
+    assert run(add_what_cannot_be_added) == [expected] * 2
 
 
 def test_without_a_group_all_reduce_says_how_to_get_one() -> None:

@@ -13,7 +13,7 @@ import sys
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
 
 from gradsync.cli import bench, demo
@@ -51,12 +51,19 @@ def _parser() -> Parser:
         epilog=_EXAMPLE,
         formatter_class=RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"gradsync {version('gradsync')}")
+    parser.add_argument("--version", action="version", version=f"gradsync {_version()}")
     parser.set_defaults(run=_no_command)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in (demo, bench):
         command.add_parser(commands)
     return parser
+
+
+def _version() -> str:
+    try:
+        return version("gradsync")
+    except PackageNotFoundError:
+        return "(from a folder, not installed)"
 
 
 def _no_command(_: object) -> int:

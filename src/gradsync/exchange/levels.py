@@ -61,6 +61,8 @@ class LevelRoute:
 
     def run(self, flat: torch.Tensor, mark: int) -> None:
         """Now, on the lane's thread; `flat` is in host memory."""
+        if not flat.numel():
+            return
         if self._team.locate(flat) is not None:
             self._run_in_place(flat, mark)
             return

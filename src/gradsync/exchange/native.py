@@ -18,5 +18,7 @@ class NativeRoute:
 
     def launch(self, flat: torch.Tensor, bucket: int) -> Ticket:
         channel = self._lane.groups.data[flat.device.type]
+        if channel.on_host and flat.dtype == torch.int16:
+            raise ValueError("gloo cannot add int16; use int32, or gs.shared_memory() on one host")
         nbytes = flat.numel() * flat.element_size()
         return self._lane.launch(lambda: channel.sum(flat), f"bucket {bucket}", nbytes, bucket, channel.on_host)

@@ -8,6 +8,7 @@ Gloo's own way would stage the whole tensor and send it through loopback.
 
 from __future__ import annotations
 
+import weakref
 from typing import Protocol
 
 import torch
@@ -85,5 +86,11 @@ def _pinned_slots(lane: Lane) -> list[torch.Tensor]:
         else:
             # Best effort: copies from memory that is not registered work too, only slower.
             torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+            weakref.finalize(lane, _unregister, memory)
             return list(memory[: _NUM_SLOTS * _SLOT_NBYTES].split(_SLOT_NBYTES))
     return [torch.empty(_SLOT_NBYTES, dtype=torch.uint8, pin_memory=True) for _ in range(_NUM_SLOTS)]
+
+
+def _unregister(memory: torch.Tensor) -> None:
+    """Before it is unmapped: the finalizer held it until now."""
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

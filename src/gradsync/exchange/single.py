@@ -189,5 +189,7 @@ def _check_call(tensor: torch.Tensor, algorithm: Algorithm | None, op: str) -> N
         raise ValueError(f'op must be "mean" or "sum", got {op!r}')
     if tensor.dtype == torch.bool:
         raise ValueError("torch.bool cannot be added up; pass tensor.int() instead")
+    if tensor.dtype not in CODES and not tensor.is_complex():
+        raise ValueError(f"{tensor.dtype} cannot be added up; pass a tensor of another dtype, tensor.float() say")
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(f'the mean of {tensor.dtype} is not an integer; use op="sum" or a floating tensor')

@@ -97,10 +97,12 @@ def _declare(library: ctypes.CDLL) -> None:
         ("post", None, c_void_p, c_int, c_void_p, c_uint64),
         ("collect", c_int, c_void_p, c_int, c_void_p, c_uint64, c_double, POINTER(c_int)),
         ("card", c_void_p, c_void_p, c_int, c_int),
+        ("job_card", c_void_p, c_void_p, c_int),
         ("submit", c_void_p, c_void_p, POINTER(Op)),
         ("wait", c_int, c_void_p, c_void_p, c_double, POINTER(c_double), POINTER(c_int)),
         ("release", None, c_void_p),
         ("abort", None, c_void_p),
+        ("abandon", None, c_void_p),
         ("close", None, c_void_p),
     ):
         function = getattr(library, f"gradsync_{name}")

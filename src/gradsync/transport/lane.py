@@ -252,7 +252,7 @@ class Lane:
         missing = any(is_lost(sights, rank) for rank in others)
         self.liveness.at(self.step, Phase.LOST_PEER if missing else Phase.FAILED, culprits=tuple(culprits))
         for team in self._house:
-            team.abort()
+            team.abandon()
         bucket, name = self._stuck(what, bucket)
         here, who = self.place(bucket), self._accounts(sights, others)
         if missing:

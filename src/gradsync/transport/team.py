@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -59,7 +59,7 @@ class Team:
         self._board_nbytes = board_nbytes
         self._num_segments = 0
         self._segments: weakref.WeakValueDictionary[int, Segment] = weakref.WeakValueDictionary()
-        rows = _numbers(board_nbytes, CARD_NBYTES + _ROW_NBYTES, CARD_NBYTES)
+        rows = _numbers(board_nbytes, CARD_NBYTES + _ROW_NBYTES, CARD_NBYTES + _ROW_NBYTES)
         windows = _numbers(0, _WINDOW_NBYTES, _WINDOW_NBYTES)
         self._arena, arena = allocate(exchange, members, index, library.gradsync_arena_nbytes(self.size, rows, windows))
         # Of our own: liveness closes its when it ends, and their numbers may then mean something else.
@@ -110,7 +110,9 @@ class Team:
     def advance(self, stream: int, op: Op, slice_s: float) -> bool:
         """Go on with an operation in this thread, for at most about `slice_s`; whether it is done."""
         result = self._library.gradsync_advance(self._team, stream, op, slice_s)
-        return result == Result.DONE or self._judge(result, stream, op.culprit)
+        if result == Result.MISMATCH:
+            raise _cards(self._library.gradsync_card(self._team, stream, rank) for rank in range(self.size))
+        return result == Result.DONE or self._judge(result, op.culprit)
 
     def submit(self, op: Op) -> Job:
         """Have the worker do it."""
@@ -133,14 +135,19 @@ class Team:
         """Fill `rows` with what each said; False if somebody has not yet."""
         culprit = ctypes.c_int(-1)
         result = self._library.gradsync_collect(self._team, BOARD, rows.data_ptr(), rows.shape[1], slice_s, culprit)
-        return result == Result.DONE or self._judge(result, BOARD, culprit.value)
+        return result == Result.DONE or self._judge(result, culprit.value)
 
     # The end
 
     def abort(self) -> None:
-        """End all waits: what is under way will not be completed."""
+        """End all waits of this rank: it leaves."""
         if self._team:
             self._library.gradsync_abort(self._team)
+
+    def abandon(self) -> None:
+        """This rank gives up: nothing that is under way will be completed, by anybody."""
+        if self._team:
+            self._library.gradsync_abandon(self._team)
 
     def close(self) -> None:
         # A forked child has no worker to join.
@@ -151,12 +158,9 @@ class Team:
                     os.close(fd)
         self._team = None
 
-    def _judge(self, result: int, stream: int, culprit: int) -> bool:
+    def _judge(self, result: int, culprit: int) -> bool:
         if result == Result.PENDING:
             return False
-        if result == Result.MISMATCH:
-            cards = [self._library.gradsync_card(self._team, stream, rank) for rank in range(self.size)]
-            raise Cards([ctypes.string_at(card, CARD_NBYTES).rstrip(b"\0").decode(errors="replace") for card in cards])
         if result == Result.DEAD:
             raise TeamError(f"rank {self.members[culprit]} ended while others waited for it")
         raise TeamError("the operation was given up")
@@ -172,15 +176,22 @@ class Job:
 
     def wait(self, slice_s: float) -> bool:
         """Whether it has ended well; waits for at most `slice_s`."""
-        finished_at, culprit = ctypes.c_double(), ctypes.c_int()
-        result = self._team._library.gradsync_wait(self._team._team, self._handle, slice_s, finished_at, culprit)
+        library, finished_at, culprit = self._team._library, ctypes.c_double(), ctypes.c_int()
+        result = library.gradsync_wait(self._team._team, self._handle, slice_s, finished_at, culprit)
         if result == Result.PENDING:
             return False
         self.finished_at = finished_at.value
-        return result == Result.DONE or self._team._judge(result, WORKER, culprit.value)
+        if result == Result.MISMATCH:  # the worker may be further by now: the job has kept them
+            raise _cards(library.gradsync_job_card(self._handle, rank) for rank in range(self._team.size))
+        return result == Result.DONE or self._team._judge(result, culprit.value)
 
     def __del__(self) -> None:
         self._team._library.gradsync_release(self._handle)
+
+
+def _cards(pointers: Iterable[int]) -> Cards:
+    texts = [ctypes.string_at(pointer, CARD_NBYTES) for pointer in pointers]
+    return Cards([text.rstrip(b"\0").decode(errors="replace") for text in texts])
 
 
 def _numbers(*values: int) -> ctypes.Array[ctypes.c_uint64]:

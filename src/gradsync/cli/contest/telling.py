@@ -36,7 +36,7 @@ def sentences(result: Result) -> list[str]:
     if result.disturbed:
         told.append(
             f"Other processes kept {result.machine['busy_cores_of_others']:.1f} of {result.machine['cores']} cores "
-            "busy meanwhile, which does not slow all arms alike: DO NOT COMPARE these times; run again on an idle machine."
+            "busy meanwhile, which does not slow all arms alike: DO NOT COMPARE these times; run again when it is idle."
         )
     checked = sum(len(cell.samples) + 1 for cell in result.cells)
     bad = [cell for cell in result.cells if cell.wrong]

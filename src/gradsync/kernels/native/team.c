@@ -38,6 +38,7 @@ enum kind { SMALL, DIRECT, STAGED, SCATTER, GATHER };
 
 /* The counters of one stream; they live in rank 0's arena. */
 typedef struct {
+    word_t abandoned; /* stream 0's: somebody gave up, nobody shall go on */
     word_t posted;
     word_t finished[2];
     word_t arrived[2][NUM_SLOTS]; /* of pieces: copied in, and added up */
@@ -64,7 +65,7 @@ typedef struct {
     char **windows;
     uint64_t row_nbytes, window_nbytes;
     uint32_t number;     /* of operations begun */
-    uint32_t pieces;     /* of all operations so far */
+    uint64_t pieces;     /* of all operations so far; 32 bits would be a petabyte */
 } stream_t;
 
 typedef struct job {
@@ -73,6 +74,7 @@ typedef struct job {
     _Atomic int holders;
     word_t done;
     struct job *next;
+    char cards[]; /* after a mismatch: what each rank brought */
 } job_t;
 
 typedef struct {
@@ -150,6 +152,8 @@ static void post(team_t *team, stream_t *stream, const void *card, uint64_t card
 
 static int arrive(team_t *team, stream_t *stream, watch_t *watch) {
     int result = wait_for(&stream->counters->posted, stream->number * (uint32_t)team->size, watch);
+    /* Even if all are here: who woke up too late must not go on alone. */
+    if (result == DONE && given_up(watch)) return ABORTED;
     if (result == DONE && team->rank == 0) { /* nobody is in the operation before any more: clear its slot */
         uint32_t other = stream->number + 1;
         atomic_store_explicit(&stream->counters->finished[other % 2].value, 0, memory_order_relaxed);
@@ -235,7 +239,7 @@ static word_t *arrivals(stream_t *stream, int what, uint32_t index) {
 }
 
 static uint32_t all_of(team_t *team, stream_t *stream, uint32_t index) {
-    return ((stream->pieces + index) / NUM_SLOTS + 1) * (uint32_t)team->size;
+    return (uint32_t)((stream->pieces + index) / NUM_SLOTS + 1) * (uint32_t)team->size;
 }
 
 enum { COPIED, ADDED };
@@ -339,6 +343,8 @@ static int advance(team_t *team, stream_t *stream, op_t *op, watch_t *watch) {
     word_t *finished = NULL;
     int result;
     if (op->begun == 0) {
+        /* Who gave up has not left its last operation: its boards may still be read. */
+        if (atomic_load(&team->aborted)) return ABORTED;
         uint64_t nbytes = op->kind == SMALL ? op->count * item_nbytes(op->dtype) : 0;
         post(team, stream, op->card, CARD_NBYTES, op->data, nbytes);
         op->begun = 1;
@@ -367,8 +373,13 @@ static int advance(team_t *team, stream_t *stream, op_t *op, watch_t *watch) {
     }
 }
 
+static watch_t watch_until(team_t *team, double deadline, int spin) {
+    _Atomic uint32_t *abandoned = &team->streams[0].counters->abandoned.value;
+    return (watch_t){team->pidfds, team->size, -1, spin, &team->aborted, abandoned, deadline};
+}
+
 static int advance_until(team_t *team, int index, op_t *op, double deadline, int spin) {
-    watch_t watch = {team->pidfds, team->size, -1, spin, &team->aborted, deadline};
+    watch_t watch = watch_until(team, deadline, spin);
     int result = advance(team, &team->streams[index], op, &watch);
     op->culprit = watch.culprit;
     if (result != PENDING) op->finished_at = now_s();
@@ -387,7 +398,7 @@ void gradsync_post(team_t *team, int stream, const void *row, uint64_t nbytes) {
 
 int gradsync_collect(team_t *team, int stream, char *rows, uint64_t nbytes, double slice_s, int *culprit) {
     stream_t *s = &team->streams[stream];
-    watch_t watch = {team->pidfds, team->size, -1, team->spin, &team->aborted, now_s() + slice_s};
+    watch_t watch = watch_until(team, now_s() + slice_s, team->spin);
     int result = arrive(team, s, &watch);
     *culprit = watch.culprit;
     for (int r = 0; result == DONE && r < team->size; r++)
@@ -423,6 +434,8 @@ static void *work(void *argument) {
             result = advance_until(team, 1, &job->op, now_s() + 1, 0);
         while (result == PENDING);
         job->result = result;
+        for (int r = 0; result == MISMATCH && r < team->size; r++) /* the boards are for the next operation now */
+            memcpy(job->cards + r * CARD_NBYTES, gradsync_card(team, 1, r), CARD_NBYTES);
         count_up(&job->done, 1, 1);
         let_go(job);
     }
@@ -439,7 +452,7 @@ static int start_worker(team_t *team) {
 
 /* Hand an operation to the worker. NULL without memory or thread. The caller releases the job. */
 job_t *gradsync_submit(team_t *team, const op_t *op) {
-    job_t *job = calloc(1, sizeof *job);
+    job_t *job = calloc(1, sizeof *job + (size_t)team->size * CARD_NBYTES);
     if (!job) return NULL;
     job->op = *op;
     atomic_store(&job->holders, 2);
@@ -460,17 +473,26 @@ job_t *gradsync_submit(team_t *team, const op_t *op) {
 int gradsync_wait(team_t *team, job_t *job, double slice_s, double *finished_at, int *culprit) {
     (void)team;
     _Atomic int never = 0;
-    watch_t watch = {NULL, 0, -1, 0, &never, now_s() + slice_s};
+    watch_t watch = {NULL, 0, -1, 0, &never, NULL, now_s() + slice_s};
     if (wait_for(&job->done, 1, &watch) != DONE) return PENDING;
     *finished_at = job->op.finished_at;
     *culprit = job->op.culprit;
     return job->result;
 }
 
+/* The card that a rank brought to a job, after a mismatch. */
+const char *gradsync_job_card(job_t *job, int rank) { return job->cards + rank * CARD_NBYTES; }
+
 void gradsync_release(job_t *job) { let_go(job); }
 
-/* End all waits, now and later: the team is dead. */
+/* End all waits of this rank, now and later. */
 void gradsync_abort(team_t *team) { atomic_store(&team->aborted, 1); }
+
+/* This rank gave up in the midst of something: the team is dead, for all. */
+void gradsync_abandon(team_t *team) {
+    atomic_store(&team->streams[0].counters->abandoned.value, 1);
+    gradsync_abort(team);
+}
 
 void gradsync_close(team_t *team) {
     gradsync_abort(team);

@@ -38,6 +38,10 @@ int reached(word_t *word, uint32_t target) {
     return (int32_t)(atomic_load_explicit(&word->value, memory_order_acquire) - target) >= 0;
 }
 
+int given_up(const watch_t *watch) {
+    return atomic_load(watch->aborted) || (watch->abandoned && atomic_load(watch->abandoned));
+}
+
 static int somebody_died(watch_t *watch) {
     for (int rank = 0; rank < watch->size; rank++) {
         struct pollfd one = {.fd = watch->pidfds[rank], .events = POLLIN};
@@ -56,7 +60,7 @@ int wait_for(word_t *word, uint32_t target, watch_t *watch) {
         PAUSE();
     }
     for (;;) {
-        if (atomic_load(watch->aborted)) return ABORTED;
+        if (given_up(watch)) return reached(word, target) ? DONE : ABORTED;
         double left = watch->deadline - now_s();
         if (left <= 0) return PENDING;
         if (left > SLICE_S) left = SLICE_S;

@@ -20,11 +20,13 @@ typedef struct {
     int size;
     int culprit; /* who died */
     int spin;
-    _Atomic int *aborted;
+    _Atomic int *aborted;        /* by this rank */
+    _Atomic uint32_t *abandoned; /* by any rank, in shared memory; NULL: not watched */
     double deadline; /* on now_s()'s clock */
 } watch_t;
 
 double now_s(void);
+int given_up(const watch_t *watch);
 int wait_for(word_t *word, uint32_t target, watch_t *watch);
 void count_up(word_t *word, uint32_t amount, uint32_t target);
 int reached(word_t *word, uint32_t target);
