@@ -87,12 +87,13 @@ def reduce_everything(layout: tuple[tuple[int, ...], ...]) -> dict[str, int]:
             for size in (*SIZES, *([LARGE] if dtype in (torch.float32, torch.bfloat16) else [])):
                 for name in names:
                     case = f"{name} {dtype} {size}"
-                    first, second = rows[dist.get_rank()][:size].clone(), rows[dist.get_rank()][:size].clone()
-                    gs.all_reduce(first, algorithm=ALGORITHMS[name], op="sum")
-                    gs.all_reduce(second, algorithm=ALGORITHMS[name], op="sum")
-                    assert bits(first) == bits(second), f"{case} differs in a second run"
+                    mine = rows[dist.get_rank()][:size]
+                    first = gs.all_reduce(mine.clone(), algorithm=ALGORITHMS[name], op="sum")
                     check_sum(first, [row[:size] for row in rows], case)
                     found[case] = bits(first)
+                    if size == 10007:
+                        second = gs.all_reduce(mine.clone(), algorithm=ALGORITHMS[name], op="sum")
+                        assert bits(second) == bits(first), f"{case} differs in a second run"
         lane = standing(dist.group.WORLD).lane  # type: ignore[arg-type]
         assert lane.hosts == layout
         assert lane.one_host == (layout == ONE_HOST)
@@ -234,7 +235,7 @@ def test_without_memory_for_the_arena_the_process_group_serves_and_says_how_much
 # Training
 
 
-def train(algorithm: str | None, steps: int = 4) -> list[torch.Tensor]:
+def train(algorithm: str | None, steps: int = 3) -> list[torch.Tensor]:
     """The weights after every step; by DDP where no algorithm is named."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(7, 40), nn.Tanh(), nn.Linear(40, 130), nn.Tanh(), nn.Linear(130, 3))
@@ -272,16 +273,14 @@ def train_every_way(layout: tuple[tuple[int, ...], ...]) -> dict[str, list[int]]
                 else:
                     torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5, msg=f"{name} in step {step}")
             found[name] = [bits(weights) for weights in ours]
-            assert found[name] == [bits(weights) for weights in train(name)], f"{name} differs in a second run"
+            # Between hosts None goes by a measurement, which may choose another way in another run.
+            if name in ("shared_memory", "hierarchical", "ring") or (name == "None" and len(layout) == 1):
+                assert found[name] == [bits(weights) for weights in train(name)], f"{name} differs in a second run"
     return found
 
 
-@pytest.mark.parametrize(
-    "layout", [((0, 1),), ((0,), (1,)), ONE_HOST, ((0, 1), (2, 3)), ((0,), (1, 2, 3))], ids=repr
-)
-def test_training_with_every_algorithm_equals_ddp(
-    layout: tuple[tuple[int, ...], ...], run: Callable[..., Any]
-) -> None:
+@pytest.mark.parametrize("layout", [((0, 1),), ((0,), (1,)), ONE_HOST, ((0, 1), (2, 3)), ((0,), (1, 2, 3))], ids=repr)
+def test_training_with_every_algorithm_equals_ddp(layout: tuple[tuple[int, ...], ...], run: Callable[..., Any]) -> None:
     found = run(train_every_way, layout, ranks=sum(map(len, layout)))
     for each in found[1:]:
         assert each == found[0]

@@ -20,6 +20,7 @@ import torch
 from nursery import Journal
 
 from gradsync.engine.synchronizer import GradSync
+from gradsync.transport.lane import Lane
 from gradsync.transport.page import Phase
 
 POINTS = (
@@ -132,11 +133,59 @@ class Injector:
             _until(lambda: all(sight.dead for sight in sync._lane.liveness.sights().values()))
 
 
-def _until(condition: Callable[[], bool]) -> None:
+class SumInjector(Injector):
+    """For sums in shared memory.
+
+        before_post │ posted │ adding
+
+    A rank that has posted waits for the others: its neighbour acts on it, and comes only then. A rank that adds is
+    in C: a thread of its own acts as soon as the first elements have become sums.
+    """
+
+    def install(self, lane: Lane) -> None:  # type: ignore[override]
+        team = lane.team
+        assert team is not None
+        neighbour = self._rank == (self.fault.rank + 1) % lane.groups.size
+
+        def first(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any) -> Any:
+                self.reach("before_post")
+                if self.fault.point == "posted" and neighbour and self.step == self.fault.step:
+                    self._strike(lane)
+                return function(*args)
+
+            return call
+
+        team.submit = first(team.submit)  # type: ignore[method-assign]
+        team.advance = first(team.advance)  # type: ignore[method-assign]
+
+    def watch(self, flat: torch.Tensor) -> None:
+        """Before a sum of `flat`: act in the middle of it, if the fault is there."""
+        if (self._rank, self.step, "adding") == (self.fault.rank, self.fault.step, self.fault.point):
+            begins = flat.numel() // 4 * self._rank  # one's own part comes first; when staged, all do
+            before = flat[begins].item()
+
+            def strike() -> None:
+                _until(lambda: flat[begins].item() != before, pause_s=0)
+                self.reach("adding")
+
+            threading.Thread(target=strike, daemon=True).start()
+
+    def _strike(self, lane: Lane) -> None:
+        self.step = -1  # once
+        waiting = (self.fault.step, Phase.WAITING)
+        _until(lambda: lane.liveness.sights()[self.fault.rank].state[1:3] == waiting)
+        pid = lane.liveness.pid(self.fault.rank)
+        assert pid is not None
+        self._journal.write("act")
+        os.kill(pid, _SIGNALS[self.fault.act])
+
+
+def _until(condition: Callable[[], bool], pause_s: float = 0.01) -> None:
     deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline, "what the injector waits for did not happen"
-        time.sleep(0.01)
+        time.sleep(pause_s)
 
 
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import signal
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from injector import Fault, Injector
+from injector import Fault, Injector, SumInjector
 from nursery import Journal
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradsync as gs
 from gradsync.errors import PeerFault
+from gradsync.exchange.exact import Exact
+from gradsync.exchange.memory import Form
+from gradsync.exchange.standing import standing
 from gradsync.transport.hosts import declare_host
+from gradsync.transport.lane import NET_S, Lane, open_lane
+from gradsync.transport.page import Phase
 
 _STEPS = 6
 
@@ -77,6 +83,69 @@ def train(
             dist.destroy_process_group()
         return
     journal.write("finished")
+
+
+def reduce(
+    rank: int,
+    ranks: int,
+    folder: Path,
+    fault: dict[str, Any],
+    guard: dict[str, Any],
+    by: str,
+    shared: bool,
+    numel: int,
+    workers: int = 0,
+) -> None:
+    """Sum tensors in shared memory: `by` the worker beside this thread, or "all_reduce" in this thread.
+
+    `shared`: where the tensor lies in the team's memory, else it is staged.
+    """
+    journal = Journal(folder / f"rank-{rank}.jsonl")
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    store = FileStore(str(folder / "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    lane, flat, add = _summing(by, shared, numel, gs.Guard(**guard))
+    injector = SumInjector(Fault(**fault), rank, journal)
+    injector.install(lane)
+    loader = _batches(rank, workers, journal)
+    next(loader)  # a forked child now holds all that its parent has open
+    try:
+        for injector.step in range(1, 5):
+            injector.watch(flat.fill_(rank + 1))
+            add(injector.step)
+            assert bool((flat == ranks * (ranks + 1) / 2).all())
+    except BaseException as error:
+        culprits = list(error.ranks) if isinstance(error, PeerFault) else None
+        journal.write("raised", kind=type(error).__name__, ranks=culprits, text=str(error), step=lane.step, grads=[])
+        if by == "worker" and culprits is None:
+            lane.fail()  # as the engine does
+        return
+    journal.write("finished")
+
+
+def _summing(by: str, shared: bool, numel: int, guard: gs.Guard) -> tuple[Lane, torch.Tensor, Callable[[int], None]]:
+    """The lane, the tensor, and what adds it up."""
+    world = dist.group.WORLD
+    assert world is not None
+    if by == "all_reduce":
+        flat = gs.shared_empty(numel) if shared else torch.zeros(numel)
+        lane = standing(world).lane
+        lane.step = 0
+        return lane, flat, lambda step: (gs.all_reduce(flat, op="sum"), None)[1]
+    assert guard.timeout is not None
+    lane = open_lane(world, guard, guard.timeout)
+    lane.open_team(64)
+    cpu = torch.device("cpu")
+    exact = Exact(lane, world, None, [cpu], guard.timeout + NET_S)
+    flat = exact.allocate([Form(numel, torch.float32, cpu)])[0] if shared else torch.zeros(numel)
+
+    def add(step: int) -> None:
+        lane.step = step
+        lane.at(Phase.BACKWARD, 0)
+        lane.wait(exact.launch(flat, 0))
+
+    return lane, flat, add
 
 
 class _Trainer:

@@ -198,7 +198,9 @@ def ask_for_too_much(nbytes: int) -> str:
 
 def test_a_request_that_no_machine_can_serve_says_how_much_was_needed(run: Callable[..., Any]) -> None:
     for said in run(ask_for_too_much, 1 << 50, ranks=3):
-        assert said.startswith("gradsync needs 1125899.9 GB of shared memory for each of the 3 ranks of this host, but ")
+        assert said.startswith(
+            "gradsync needs 1125899.9 GB of shared memory for each of the 3 ranks of this host, but "
+        )
         assert said.endswith("GB are free in all")
     for said in run(ask_for_too_much, 1 << 64, ranks=2):  # beyond what a file can be
         assert said.startswith("gradsync needs 18446744073.7 GB of shared memory for each of the 2 ranks of this host")

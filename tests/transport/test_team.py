@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import random
+import subprocess
 import sys
 import threading
 import time
@@ -333,6 +335,41 @@ def post_after_abort() -> bool:
 
 def test_nothing_is_posted_after_abort(run: Callable[..., Any]) -> None:
     assert run(post_after_abort) == [True, True]
+
+
+def lose_a_rank() -> list[str]:
+    """Rank 2 never comes, and rank 0 knows it to be dead; rank 0 had more to do."""
+    lane = open_lane(dist.group.WORLD, Guard(), BOUND_S)  # type: ignore[arg-type]
+    with _ended_process() as pidfd:
+        team = Team(lane.exchange, [0, 1, 2], lane.groups.rank, {2: pidfd} if lane.groups.rank == 0 else {}, 64)
+    flats = [torch.ones(10) for _ in range(3)]
+    said = []
+    if team.rank == 0:
+        jobs = [team.submit(op_of(Kind.SMALL, flat)) for flat in flats]
+        said = [_error(lambda job=job: wait(job)) for job in jobs]  # type: ignore[misc]
+    dist.barrier()
+    if team.rank == 1:
+        said = [str(team.advance(WORKER, op_of(Kind.SMALL, flats[0]), 0.05)), str(flats[0][0].item())]
+    dist.barrier()
+    team.close()
+    lane.close(together=True)
+    return said
+
+
+@contextmanager
+def _ended_process() -> Iterator[int]:
+    process = subprocess.Popen(["true"])
+    pidfd = os.pidfd_open(process.pid)
+    process.wait()
+    yield pidfd
+    os.close(pidfd)
+
+
+def test_who_lost_a_rank_does_not_stand_in_for_it(run: Callable[..., Any]) -> None:
+    """The worker once went on to the next job, and its post counted as that of the rank that was missing."""
+    first, second, _ = run(lose_a_rank, ranks=3)
+    assert first == ["rank 2 ended while others waited for it"] + ["the operation was given up"] * 2
+    assert second == ["False", "1.0"]
 
 
 def spin_while_the_worker_adds() -> bool:

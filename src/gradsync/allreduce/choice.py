@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gradsync.allreduce.halving_doubling import HalvingDoubling
 from gradsync.allreduce.hierarchical import Hierarchical
 from gradsync.allreduce.native import Native
@@ -25,21 +27,26 @@ CANDIDATES = (Hierarchical(), HalvingDoubling(), Tree(), Ring())
 _ROUND_S = 100e-6
 
 
-def cheapest(nbytes: int, cluster: Cluster) -> Algorithm:
-    """The algorithm with the lowest price among hosts; the backend's own ring is charged as a ring without Python.
+def cheapest(nbytes: int, cluster: Cluster, memory: Link | None = None) -> Algorithm:
+    """The algorithm with the lowest cost; the backend's own ring is charged as a ring without Python.
 
-    >>> two_hosts = Cluster(((0, 1), (2, 3)), inside=MEMORY, across=DEFAULT_ACROSS)
-    >>> cheapest(25 << 20, two_hosts), cheapest(64, two_hosts)
+    `memory` is what the ranks of a host share, if they do: hierarchical uses it instead of `cluster.inside`.
+
+    >>> two_hosts = Cluster(((0, 1), (2, 3)), inside=LOOPBACK, across=DEFAULT_ACROSS)
+    >>> cheapest(25 << 20, two_hosts, MEMORY), cheapest(64, Cluster(((0,), (1,)), LOOPBACK, DEFAULT_ACROSS))
     (Hierarchical(), Native())
     """
     everything: tuple[Algorithm, ...] = (Native(), *CANDIDATES)
-    return min(everything, key=lambda algorithm: cost(algorithm, nbytes, cluster))
+    return min(everything, key=lambda algorithm: cost(algorithm, nbytes, cluster, memory))
 
 
-def cost(algorithm: Algorithm, nbytes: int, cluster: Cluster) -> float:
+def cost(algorithm: Algorithm, nbytes: int, cluster: Cluster, memory: Link | None = None) -> float:
     """Seconds that an all-reduce of `nbytes` should take, with what running it costs beside the links."""
     if isinstance(algorithm, SharedMemory):
-        return 2 * cluster.inside.latency_s + 2 * nbytes / cluster.inside.bandwidth
+        inside = memory or cluster.inside
+        return 2 * inside.latency_s + 2 * nbytes / inside.bandwidth
+    if isinstance(algorithm, Hierarchical) and memory is not None:
+        cluster = replace(cluster, inside=memory)
     recipe = Ring() if isinstance(algorithm, Native) else algorithm
     schedule = recipe.schedule(cluster.hosts)
     rounds = 1 if isinstance(algorithm, Native) else len(schedule.rounds)

@@ -68,6 +68,14 @@ class Schedule:
     def num_transfers(self) -> int:
         return sum(len(transfers) for transfers in self.rounds)
 
+    def share_sent_by(self, rank: int) -> float:
+        """How many times the data one rank sends in all.
+
+        >>> Schedule(2, 2, ((Transfer(0, 1, 0, add=True), Transfer(0, 1, 1, add=True)),)).share_sent_by(0)
+        1.0
+        """
+        return sum(t.src == rank for transfers in self.rounds for t in transfers) / self.num_chunks
+
 
 class Recipe(Protocol):
     """What makes a schedule for any ranks; frozen data, so that plans compare across ranks."""

@@ -279,6 +279,12 @@ class Reducer:
 
     # Small facts
 
+    def wire(self) -> tuple[int, str]:
+        """The bytes that this rank sends over a network in a step, and by which algorithms."""
+        routes = [(bucket, self._exact.route(bucket.form)) for bucket in self.agenda.buckets]
+        sent = sum(bucket.nbytes * route.wire_share for bucket, route in routes)
+        return round(sent), "+".join(sorted({route.name for _, route in routes}))
+
     def _on_device(self) -> bool:
         """Whether the host only queues the waiting, and a device does it."""
         return any(not channel.on_host for channel in self.lane.groups.data.values())

@@ -144,9 +144,7 @@ class GradSync:
     def stats(self) -> dict[str, float | int | str | None]:
         """What the last steps cost: medians, as a flat dict; docs/stats.md explains each key."""
         stats = self._reducer.recorder.stats()
-        size = self._lane.groups.size
-        # What any all-reduce must put on the wire at least, per rank; rings and NCCL send just that.
-        stats["sent_nbytes"] = round(2 * (size - 1) / size * int(stats["nbytes"] or 0))
+        stats["sent_nbytes"], stats["algorithm"] = self._reducer.wire() if stats["nbytes"] else (0, None)
         return stats
 
     def state_dict(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from gradsync.allreduce.choice import Algorithm, cheapest
+from gradsync.allreduce.choice import MEMORY, Algorithm, cheapest
 from gradsync.allreduce.native import Native
 from gradsync.allreduce.shared_memory import SharedMemory
 from gradsync.exchange.levels import LevelRoute
@@ -34,6 +34,10 @@ class Route(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def wire_share(self) -> float:
+        """How many of a tensor's bytes this rank sends over a network, as a factor."""
 
     def launch(self, flat: torch.Tensor, bucket: int) -> Ticket:
         """Start; `flat` holds the sum when the ticket is settled."""
@@ -63,18 +67,18 @@ class Exact:
     def launch(self, flat: torch.Tensor, bucket: int = -1) -> Ticket:
         """Start summing `flat` over the ranks, in place."""
         real = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-        return self.route(real.device.type, real.dtype, real.numel() * real.element_size()).launch(real, bucket)
+        return self.route(Form(real.numel(), real.dtype, real.device)).launch(real, bucket)
 
-    def route(self, device_type: str, dtype: torch.dtype, nbytes: int) -> Route:
+    def route(self, form: Form) -> Route:
         """The way that such a tensor takes."""
-        if dtype not in CODES:
+        if form.dtype not in CODES and not form.dtype.is_complex:
             return self._native
-        algorithm = self._choose(nbytes) if self._algorithm is None else self._algorithm
-        return self._ways.of(device_type, algorithm) or self._native  # type: ignore[return-value]
+        algorithm = self._choose(form.numel * form.dtype.itemsize) if self._algorithm is None else self._algorithm
+        return self._ways.of(form.device.type, algorithm) or self._native  # type: ignore[return-value]
 
     def _chosen(self, nbytes: int) -> Algorithm:
         if self._ways.cluster is not None:
-            return cheapest(nbytes, self._ways.cluster)
+            return cheapest(nbytes, self._ways.cluster, MEMORY if self._lane.team is not None else None)
         return SharedMemory() if self._lane.one_host else Native()
 
     def allocate(self, forms: list[Form]) -> list[torch.Tensor]:
@@ -85,7 +89,4 @@ class Exact:
 
     def _is_shared(self, form: Form) -> bool:
         """Whether its sum will be made, wholly or in part, in the team's memory."""
-        if form.device.type != "cpu" or (form.dtype not in CODES and not form.dtype.is_complex):
-            return False
-        route = self.route("cpu", torch.float32, form.numel * form.dtype.itemsize)
-        return isinstance(route, SharedRoute | LevelRoute)
+        return isinstance(self.route(form), SharedRoute | LevelRoute)

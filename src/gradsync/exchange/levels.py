@@ -46,6 +46,7 @@ class LevelRoute:
         self._window = team.allocate(_WINDOW_NBYTES)
         levels, rank = Hierarchical().levels(lane.hosts), lane.groups.rank
         schedule = levels.across_schedule()
+        self.wire_share = schedule.share_sent_by(rank)
         blocks = [levels.blocks[member] for member in team.members]
 
         def part(numel: int, itemsize: int) -> _Part:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 
 import torch
@@ -12,14 +13,17 @@ from gradsync.transport.groups import MESSAGES
 from gradsync.transport.lane import Lane
 from gradsync.transport.tickets import OnStream, Ticket
 
+_NAME = re.compile(r"(?<=[a-z])(?=[A-Z])")  # HalvingDoubling is halving_doubling
+
 
 class MessageRoute:
     """Runs a recipe's schedule."""
 
     def __init__(self, lane: Lane, recipe: Recipe) -> None:
-        self.name = type(recipe).__name__.lower()
+        self.name = _NAME.sub("_", type(recipe).__name__).lower()
         self._lane = lane
         schedule, rank = recipe.schedule(lane.hosts), lane.groups.rank
+        self.wire_share = schedule.share_sent_by(rank)
         self._program = lru_cache(maxsize=64)(lambda numel, itemsize: Program.compile(schedule, rank, numel, itemsize))
 
     def launch(self, flat: torch.Tensor, bucket: int) -> Ticket:

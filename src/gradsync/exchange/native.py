@@ -15,6 +15,8 @@ class NativeRoute:
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
+        # What any all-reduce must send at least: rings and NCCL send just that.
+        self.wire_share = 2 * (lane.groups.size - 1) / lane.groups.size
 
     def launch(self, flat: torch.Tensor, bucket: int) -> Ticket:
         channel = self._lane.groups.data[flat.device.type]

@@ -28,6 +28,9 @@ class HostRoute(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def wire_share(self) -> float: ...
+
     def run(self, flat: torch.Tensor, mark: int) -> None:
         """Sum it now, on the lane's thread."""
 
@@ -38,6 +41,7 @@ class PinnedRoute:
     def __init__(self, lane: Lane, inner: HostRoute, device: torch.device) -> None:
         """Every rank of the group makes it at once."""
         self.name = inner.name
+        self.wire_share = inner.wire_share
         self._lane = lane
         self._inner = inner
         self._slots = _pinned_slots(lane)

@@ -5,17 +5,22 @@
 
 A round on the host, cut into pieces p0, p1 …; a piece is added while the next one travels:
 
-    post     receives  r0 r1 r2   sends s0 s1 s2
+    post     receives  r0 r1 r2, those of the next round   sends s0 s1 s2
     wire               ├──p0──┼──p1──┼──p2──┤
     add                       ├p0┤   ├p1┤   ├p2┤  then wait for the sends: the next round may change what they read
 
-Additions land in scratch first, as large as the largest round needs. A copy lands in its place, unless this rank
+Additions land in scratch first, as large as the largest round needs, and rounds take turns with two of them. A copy lands in its place, unless this rank
 sends from there in the same round, or receives more than once: then it lands in scratch too.
 
 Note [Before the round]
     A transfer reads what its sender held before the round, but a send reads memory until it is done. So what
     lands in scratch is put in its place only when the sends that read there are done. Every rank posts all
     receives of a round before it waits for anything, so such a send never depends on our own progress.
+
+Note [Early receives]
+    Gloo sends nothing before it has heard from the other side that a receive is posted. Posted only when its round
+    begins, every round would first wait for that word to cross, behind whatever else leaves the host. So it is
+    posted a round ahead, before the sends, unless what lands in place could meet what the round before it uses.
 
 Note [Agreement]
     Sender and receiver never talk about what a message holds. `_messages` makes all messages of a round from
@@ -30,9 +35,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
 import torch
+from torch.distributed import Work
 
 from gradsync.allreduce.schedule import Round, Schedule, chunk_bounds
 from gradsync.transport.groups import Channel
@@ -69,6 +77,7 @@ class Step(NamedTuple):
     number: int  # the round's, from 0
     sends: tuple[Message, ...]
     arrivals: tuple[Arrival, ...]  # in the order in which they are put in their places
+    early: bool = False  # they may come while the step before this one is under way; see [Early receives]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +110,10 @@ class Program:
             raise ValueError(f"itemsize and piece_nbytes must be at least 1 byte, got {itemsize} and {piece_nbytes}")
         bounds = chunk_bounds(numel, schedule.num_chunks)
         shortest = -(-piece_nbytes // itemsize)
-        every = (_step(n, _messages(r, bounds), rank, shortest) for n, r in enumerate(schedule.rounds))
-        steps = tuple(step for step in every if step.sends or step.arrivals)
+        every = ((n, _of_rank(rank, _messages(r, bounds))) for n, r in enumerate(schedule.rounds))
+        busy = [(number, messages) for number, messages in every if messages]
+        early = [False, *(_is_clear_of(before, after, rank) for (_, before), (_, after) in pairwise(busy))]
+        steps = tuple(_step(*mine, rank, shortest, ahead) for mine, ahead in zip(busy, early, strict=False))
         return cls(rank, numel, itemsize, max(map(_scratch_numel, steps), default=0), steps)
 
 
@@ -127,10 +138,7 @@ def run(program: Program, flat: torch.Tensor, channel: Channel, stamp: int) -> N
     """
     _refuse_misfit(program, flat, channel)
     flat = flat.detach()
-    scratch = flat.new_empty(program.scratch_numel)
-    play = _play_on_host if channel.on_host else _play_on_stream
-    for step in program.steps:
-        play(step, flat, scratch, channel, stamp | step.number % (1 << _ROUND_BITS))
+    (_run_on_host if channel.on_host else _run_on_stream)(program, flat, channel, stamp)
 
 
 def _refuse_misfit(program: Program, flat: torch.Tensor, channel: Channel) -> None:
@@ -148,10 +156,23 @@ def _refuse_misfit(program: Program, flat: torch.Tensor, channel: Channel) -> No
 # Running a step
 
 
-def _play_on_host(step: Step, flat: torch.Tensor, scratch: torch.Tensor, channel: Channel, tag: int) -> None:
-    # Receives first: what a peer sends to a posted one goes straight to its place.
-    arriving = [channel.recv(_raw(_landing(a, flat, scratch)), a.message.src, tag) for a in step.arrivals]
-    sending = [channel.send(_raw(flat[m.start : m.stop]), m.dst, tag) for m in step.sends]
+def _run_on_host(program: Program, flat: torch.Tensor, channel: Channel, stamp: int) -> None:
+    scratch, spare = flat.new_empty(2, program.scratch_numel)
+    posted: list[Work] = []
+    for step, following in zip_longest(program.steps, program.steps[1:]):
+        # Receives first: what a peer sends to a posted one goes straight to its place.
+        arriving = posted if step.early else _post(step, flat, scratch, channel, stamp)
+        posted = _post(following, flat, spare, channel, stamp) if following and following.early else []
+        sending = [channel.send(_raw(flat[m.start : m.stop]), m.dst, _tag(stamp, step)) for m in step.sends]
+        _complete(step, flat, scratch, arriving, sending)
+        scratch, spare = spare, scratch
+
+
+def _post(step: Step, flat: torch.Tensor, scratch: torch.Tensor, channel: Channel, stamp: int) -> list[Work]:
+    return [channel.recv(_raw(_landing(a, flat, scratch)), a.message.src, _tag(stamp, step)) for a in step.arrivals]
+
+
+def _complete(step: Step, flat: torch.Tensor, scratch: torch.Tensor, arriving: list[Work], sending: list[Work]) -> None:
     num_sent = 0
     for arrival, work in zip(step.arrivals, arriving, strict=True):
         work.wait()
@@ -163,18 +184,23 @@ def _play_on_host(step: Step, flat: torch.Tensor, scratch: torch.Tensor, channel
         send.wait()
 
 
-def _play_on_stream(step: Step, flat: torch.Tensor, scratch: torch.Tensor, channel: Channel, tag: int) -> None:
-    """All of the round is one batch, and everything after it is after its sends too."""
+def _run_on_stream(program: Program, flat: torch.Tensor, channel: Channel, stamp: int) -> None:
+    """All of a round is one batch, and everything after it is after its sends too."""
+    scratch = flat.new_empty(program.scratch_numel)
+    for step in program.steps:
+        channel.batch(partial(_issue, step, flat, scratch, channel, stamp)).wait()
+        for arrival in step.arrivals:
+            _put(arrival, flat, scratch)
 
-    def issue() -> None:
-        for a in step.arrivals:
-            channel.recv(_raw(_landing(a, flat, scratch)), a.message.src, tag)
-        for m in step.sends:
-            channel.send(_raw(flat[m.start : m.stop]), m.dst, tag)
 
-    channel.batch(issue).wait()
-    for arrival in step.arrivals:
-        _put(arrival, flat, scratch)
+def _issue(step: Step, flat: torch.Tensor, scratch: torch.Tensor, channel: Channel, stamp: int) -> None:
+    _post(step, flat, scratch, channel, stamp)
+    for m in step.sends:
+        channel.send(_raw(flat[m.start : m.stop]), m.dst, _tag(stamp, step))
+
+
+def _tag(stamp: int, step: Step) -> int:
+    return stamp | step.number % (1 << _ROUND_BITS)
 
 
 def _raw(part: torch.Tensor) -> torch.Tensor:
@@ -226,10 +252,20 @@ def _cut(message: Message, shortest: int) -> Iterator[Message]:
         yield message._replace(start=start + low, stop=start + high)
 
 
-def _step(number: int, messages: list[Message], rank: int, shortest: int) -> Step:
+def _of_rank(rank: int, messages: list[Message]) -> list[Message]:
+    return [message for message in messages if rank in (message.src, message.dst)]
+
+
+def _is_clear_of(before: list[Message], after: list[Message], rank: int) -> bool:
+    """Whether no copy that arrives in the round after may land where this rank reads or writes in the one before."""
+    copies = [message for message in after if message.dst == rank and not message.add]
+    return not any(copy.meets(message) for copy in copies for message in before)
+
+
+def _step(number: int, messages: list[Message], rank: int, shortest: int, early: bool) -> Step:
     sends = [piece for message in messages if message.src == rank for piece in _cut(message, shortest)]
     incoming = [message for message in messages if message.dst == rank]
-    return Step(number, tuple(sends), tuple(_arrivals(incoming, sends, shortest)))
+    return Step(number, tuple(sends), tuple(_arrivals(incoming, sends, shortest)), early)
 
 
 def _arrivals(incoming: list[Message], sends: list[Message], shortest: int) -> Iterator[Arrival]:

@@ -15,6 +15,7 @@ class SharedRoute:
     """One C call per tensor: in place where it lives in the team's memory, else through windows."""
 
     name = "shared_memory"
+    wire_share = 0.0
 
     def __init__(self, lane: Lane, team: Team) -> None:
         self._lane = lane

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -47,13 +47,14 @@ def all_reduce(
         op: "mean" or "sum".
         group: Who takes part; None: everybody.
     """
-    _check_call(tensor, algorithm, op)
+    _check_form(tensor)
+    if algorithm is not None:
+        check_algorithm(algorithm)
+    card = _checked_card(tensor.dtype, tensor.shape, op, algorithm, tensor.device.type)
     parent = _members_group(group, "all_reduce")
-    size = parent.size()
-    if size == 1:
+    if parent.size() == 1:
         return tensor
     stand = standing(parent)
-    card = _card(str(tensor.dtype), tensor.shape, op, repr(algorithm), tensor.device.type)
     with stand.turn:
         stand.lane.step += 1
         try:
@@ -82,7 +83,7 @@ def shared_empty(
     with stand.turn:
         stand.lane.step += 1
         try:
-            _compare(stand, _card(str(dtype), numbers, "shared_empty", "", "cpu"))
+            _compare(stand, _card(dtype, numbers, "shared_empty"))
         except Cards as error:
             raise _disagreement(error.cards, stand, "shared_empty") from None
         team = stand.lane.team
@@ -147,12 +148,25 @@ def _compare(stand: Standing, card: bytes) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _card(dtype: str, shape: Sequence[int], op: str, algorithm: str, device: str) -> bytes:
-    """What ranks compare before any data moves."""
-    said = "" if algorithm in ("", "None") else f" {algorithm}"
-    text = (
-        f"{dtype.removeprefix('torch.')}{list(shape)} {op}{said}{'' if device == 'cpu' else f' on {device}'}".encode()
-    )
+def _checked_card(
+    dtype: torch.dtype, shape: torch.Size, op: str, algorithm: Algorithm | None, device_type: str
+) -> bytes:
+    """What ranks compare before any data moves; or the reason why such a call makes no sense."""
+    if op not in ("mean", "sum"):
+        raise ValueError(f'op must be "mean" or "sum", got {op!r}')
+    if dtype == torch.bool:
+        raise ValueError("torch.bool cannot be added up; pass tensor.int() instead")
+    if dtype not in CODES and not dtype.is_complex:
+        raise ValueError(f"{dtype} cannot be added up; pass a tensor of another dtype, tensor.float() say")
+    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        raise ValueError(f'the mean of {dtype} is not an integer; use op="sum" or a floating tensor')
+    how = "" if algorithm is None else f" {algorithm}"
+    where = "" if device_type == "cpu" else f" on {device_type}"
+    return _card(dtype, shape, f"{op}{how}{where}")
+
+
+def _card(dtype: torch.dtype, shape: Sequence[int], what: str) -> bytes:
+    text = f"{str(dtype).removeprefix('torch.')}{list(shape)} {what}".encode()
     if len(text) > _TEXT_NBYTES:
         return text[: _TEXT_NBYTES - 9] + b"~" + hashlib.sha256(text).hexdigest()[:8].encode()
     return text
@@ -175,21 +189,12 @@ def _members_group(group: dist.ProcessGroup | None, what: str) -> dist.ProcessGr
     return parent
 
 
-def _check_call(tensor: torch.Tensor, algorithm: Algorithm | None, op: str) -> None:
+def _check_form(tensor: torch.Tensor) -> None:
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
         raise TypeError(
             f"all_reduce takes a dense torch tensor, got {getattr(tensor, 'layout', type(tensor).__name__)}"
         )
-    check_algorithm(algorithm)
     if not tensor.is_contiguous() and any(
         size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     ):
         raise TypeError("all_reduce writes in place, which an expanded tensor does not allow; clone() it first")
-    if op not in get_args(Op):
-        raise ValueError(f'op must be "mean" or "sum", got {op!r}')
-    if tensor.dtype == torch.bool:
-        raise ValueError("torch.bool cannot be added up; pass tensor.int() instead")
-    if tensor.dtype not in CODES and not tensor.is_complex():
-        raise ValueError(f"{tensor.dtype} cannot be added up; pass a tensor of another dtype, tensor.float() say")
-    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ValueError(f'the mean of {tensor.dtype} is not an integer; use op="sum" or a floating tensor')

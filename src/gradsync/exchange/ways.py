@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from gradsync.allreduce.choice import CANDIDATES, LOOPBACK, MEMORY, Algorithm
+from gradsync.allreduce.choice import CANDIDATES, LOOPBACK, Algorithm
 from gradsync.allreduce.hierarchical import Hierarchical
 from gradsync.allreduce.native import Native
 from gradsync.allreduce.schedule import Recipe
@@ -90,8 +90,7 @@ def _host_ways(
     lane.groups.add_data(parent, [MESSAGES], timeout)
     if algorithm is not None:
         return {type(algorithm): _host_way(lane, _recipe(algorithm))}, None
-    inside = LOOPBACK if lane.team is None else MEMORY
-    cluster = Cluster(lane.hosts, inside=inside, across=measure_across(lane))
+    cluster = Cluster(lane.hosts, inside=LOOPBACK, across=measure_across(lane))
     return {type(recipe): _host_way(lane, recipe) for recipe in CANDIDATES}, cluster
 
 

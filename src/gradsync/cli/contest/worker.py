@@ -1,12 +1,14 @@
 """What each rank of a bench runs, whoever started it: all arms on every size, in turn, each result checked.
 
-    for every size, cache and kind of main thread            one call of an arm
+    for every size, cache and kind of main thread            one turn of an arm
       round 0   gloo | mpi | shared | any    not counted      fill with this rank's numbers
-      round 1   mpi | shared | any | gloo                     cold: sweep the caches
-      round 2   shared | any | gloo | mpi                     gate, t0, all-reduce, t1
-      ...                                                     compare every element with the sum
+      round 1   mpi | gloo | any | shared                     cold: sweep the caches
+      round 2   shared | any | mpi | gloo                     gate, t0, all-reduce, t1
+      ...       in an order that is drawn anew                compare every element with the sum
 
-A sample is the longest of the ranks' t1 − t0. Rank 0 appends results to a file as JSON lines.
+A sample is the longest of the ranks' t1 − t0. Small data in warm caches is reduced many times in a row, as
+nccl-tests does: one call after a pause would measure the pause; it is checked by a call of its own before.
+Rank 0 appends results to a file as JSON lines.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -37,6 +41,7 @@ PROGRESS, RESULTS = "progress", "results"
 
 _SECONDS = 40.0  # for all rounds of all contests together, if their number is left to us
 _FEWEST, _MOST = 5, 300  # rounds
+_SMALL_NBYTES, _IN_A_ROW = 64 << 10, 20
 
 Record = Callable[[dict[str, Any]], None]
 
@@ -110,15 +115,16 @@ class _Bench:
         return cells if dist.get_rank() == 0 else []
 
     def _round(self, entries: list[_Entry], number: int, setting: Setting, watch: Clock) -> None:
-        first = number % len(entries)
-        for entry in entries[first:] + entries[:first]:
+        for entry in Random(number).sample(entries, len(entries)):  # the same order on every rank
             self._truth.fill(entry.tensor)
             if setting.cache == COLD:
                 self._sweep.neg_()
             seconds = watch(self._gate.arrive, entry.call)
+            entry.wrong += self._truth.count_wrong(entry.tensor)
+            if setting.cache != COLD and self._nbytes <= _SMALL_NBYTES:
+                seconds = watch(self._gate.arrive, partial(_repeat, entry.call)) / _IN_A_ROW
             if number > 0:
                 entry.seconds.append(seconds)
-            entry.wrong += self._truth.count_wrong(entry.tensor)
 
     def _num_rounds(self, round_s: float) -> int:
         if self._question.rounds is not None:
@@ -136,6 +142,11 @@ class _Bench:
             "samples": [max(turn) for turn in zip(*(row[:-1] for row in rows), strict=True)],
             "wrong": int(sum(row[-1] for row in rows)),
         }
+
+
+def _repeat(call: Call) -> None:
+    for _ in range(_IN_A_ROW):
+        call()
 
 
 def _make_tensor(numel: int, dtype: torch.dtype, shared: bool) -> torch.Tensor:

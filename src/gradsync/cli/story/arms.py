@@ -49,7 +49,7 @@ class Ledger(NamedTuple):
     losses: dict[str, float]
     replicas: dict[str, Gap]  # between the ranks, at the end
     from_ddp: Gap | None  # between gradsync's rank 0 and DDP's
-    payloads: dict[str, int]  # bytes averaged in a step
+    sent: dict[str, float]  # bytes that each rank sends in a step
     waited_s: float  # what gradsync itself counted as waiting, per step
 
 
@@ -150,9 +150,23 @@ def _close_books(arms: list[Arm], sync: GradSync, text: Text, shape: Shape, befo
         losses={arm.name: _validate(arm.plain, text, shape) for arm in arms},
         replicas={name: widest(replicas) for name, replicas in weights.items()},
         from_ddp=gap(weights[DDP][0], weights[GRADSYNC][0]),
-        payloads={ONE: 0, ALONE: 0, DDP: gradients, GRADSYNC: int(stats["nbytes"] or 0)},
+        sent={
+            ONE: 0,
+            ALONE: 0,
+            DDP: ring_bytes(gradients, dist.get_world_size()),
+            GRADSYNC: int(stats["sent_nbytes"] or 0),
+        },
         waited_s=float(stats["exposed_s"] or 0),
     )
+
+
+def ring_bytes(payload: int, ranks: int) -> float:
+    """What each rank sends when a ring averages the payload.
+
+    >>> ring_bytes(1000, 2), ring_bytes(1000, 4)
+    (1000.0, 1500.0)
+    """
+    return 2 * (ranks - 1) / ranks * payload
 
 
 def _gather(weights: torch.Tensor) -> list[torch.Tensor]:

@@ -85,7 +85,7 @@ def sum_up(ledgers: Sequence[Ledger], threads: int, steps: int, num_parameters: 
         steps=steps,
         num_parameters=num_parameters,
         loss_before=first.loss_before,
-        arms=[_line(arm, times, first, len(ledgers)) for arm in ARMS],
+        arms=[_line(arm, times, first) for arm in ARMS],
         gradsync_from_ddp=first.from_ddp,
         gradsync_over_ddp=compare(times[GRADSYNC], times[DDP]),
         one_process_over_gradsync=compare(times[ONE], times[GRADSYNC]),
@@ -115,28 +115,19 @@ def compare(these: Rounds, those: Rounds) -> Comparison:
     return Comparison(spread(ratios), sum(ratio > 1 for ratio in ratios), len(ratios))
 
 
-def ring_bytes(payload: int, ranks: int) -> float:
-    """What each rank sends when a ring averages the payload.
-
-    >>> ring_bytes(1000, 2), ring_bytes(1000, 4)
-    (1000.0, 1500.0)
-    """
-    return 2 * (ranks - 1) / ranks * payload
-
-
 def _by_round(ledgers: Sequence[Ledger], arm: str) -> Rounds:
     """The steps of all ranks, by round; rounds in which none was timed are left out."""
     rounds = zip(*(ledger.rounds[arm] for ledger in ledgers), strict=True)
     return [samples for ranks in rounds if (samples := [s for rank in ranks for s in rank])]
 
 
-def _line(arm: str, times: dict[str, Rounds], first: Ledger, ranks: int) -> ArmResult:
+def _line(arm: str, times: dict[str, Rounds], first: Ledger) -> ArmResult:
     step, alone = _step_ms(times[arm]), _step_ms(times[ALONE])
     return ArmResult(
         arm,
         step,
         None if arm == ONE else step.median - alone.median,
-        ring_bytes(first.payloads[arm], ranks) / 1e6,
+        first.sent[arm] / 1e6,
         first.losses[arm],
         first.replicas.get(arm),
     )

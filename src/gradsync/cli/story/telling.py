@@ -10,9 +10,9 @@ from gradsync.cli.story.weights import Gap
 
 FOOTNOTE = (
     "step ms: median (middle half); the arms run 5 steps each in turn. exposed ms: median step minus that of no sync. "
-    "MB sent: by each rank in a step, 2(n-1)/n of the bytes averaged, which gradsync counts and which for DDP are "
-    "the size of the gradients. DDP: gradient_as_bucket_view=True. validation loss: rank 0's, on files held out, in "
-    "nats per character."
+    "MB sent: by each rank in a step over the network; for DDP 2(n-1)/n of the gradients' size, as its ring sends; "
+    "gradsync adds up in shared memory and sends none. DDP: gradient_as_bucket_view=True. validation loss: rank 0's, "
+    "on files held out, in nats per character."
 )
 
 

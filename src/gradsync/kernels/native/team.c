@@ -383,6 +383,9 @@ static int advance_until(team_t *team, int index, op_t *op, double deadline, int
     int result = advance(team, &team->streams[index], op, &watch);
     op->culprit = watch.culprit;
     if (result != PENDING) op->finished_at = now_s();
+    /* This rank has not left the operation, so it must not come to the next: one who posts twice stands in for one
+     * who never came. */
+    if (result == DEAD || result == ABORTED) atomic_store(&team->aborted, 1);
     return result;
 }
 

@@ -1,0 +1,139 @@
+"""Who shares a host: what ranks declare, as far as they really see each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gradsync as gs
+from gradsync.exchange.standing import standing
+from gradsync.policy import Guard
+from gradsync.transport.hosts import declare_host, host_identity
+from gradsync.transport.lane import open_lane
+from gradsync.transport.liveness import LocalPeer
+from gradsync.transport.meeting import _hosts
+
+# What ranks say and see, as pure data
+
+
+def sight(size: int, blind: set[tuple[int, int]]) -> list[bytes]:
+    """Everybody sees everybody, but for the pairs (who, whom)."""
+    return [bytes((a, b) not in blind for b in range(size)) for a in range(size)]
+
+
+@pytest.mark.parametrize(
+    ("identities", "blind", "hosts"),
+    [
+        ("aaa", set(), ((0, 1, 2),)),
+        ("abab", set(), ((0, 2), (1, 3))),
+        ("abc", set(), ((0,), (1,), (2,))),
+        ("a", set(), ((0,),)),
+        ("aab", {(0, 2), (2, 0)}, ((0, 1), (2,))),  # hosts of other names need not see each other
+        ("aa", {(0, 1)}, ((0,), (1,))),  # one-sided
+        ("aa", {(1, 0)}, ((0,), (1,))),
+        ("aaab", {(0, 1)}, ((0,), (1,), (2,), (3,))),  # one blind pair, and the whole host does without
+        ("aabb", {(3, 2)}, ((0, 1), (2,), (3,))),  # the other host keeps its own
+    ],
+)
+def test_a_host_is_one_only_if_all_its_ranks_see_each_other(
+    identities: str, blind: set[tuple[int, int]], hosts: tuple[tuple[int, ...], ...]
+) -> None:
+    assert _hosts([name.encode() for name in identities], sight(len(identities), blind)) == hosts
+
+
+@given(st.data())
+def test_hosts_divide_the_ranks_whatever_they_say_and_see(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 8))
+    identities = data.draw(st.lists(st.sampled_from([b"a", b"b", b"c"]), min_size=size, max_size=size))
+    pairs = st.tuples(st.integers(0, size - 1), st.integers(0, size - 1)).filter(lambda pair: pair[0] != pair[1])
+    seen = sight(size, data.draw(st.sets(pairs)) if size > 1 else set())
+    hosts = _hosts(identities, seen)
+    assert sorted(rank for host in hosts for rank in host) == list(range(size))
+    assert list(hosts) == sorted(hosts)
+    for host in hosts:
+        assert list(host) == sorted(host)
+        assert len({identities[rank] for rank in host}) == 1
+        assert all(seen[a][b] for a in host for b in host)
+
+
+def test_a_declared_name_counts_until_it_is_taken_back() -> None:
+    said = host_identity()
+    declare_host("a")
+    try:
+        assert host_identity() == "declared:a"
+    finally:
+        declare_host(None)
+    assert host_identity() == said
+    assert said != "declared:a"
+
+
+@pytest.mark.parametrize("name", ["", 3, b"a"])
+def test_a_host_without_a_name_is_refused(name: Any) -> None:
+    with pytest.raises(ValueError, match="host must be a name such as 'a'"):
+        gs.init(host=name)
+
+
+# Real ranks
+
+
+def declare(names: str) -> tuple[Any, ...]:
+    """What this rank finds when every rank declares its letter."""
+    gs.init(host=names[dist.get_rank()])
+    try:
+        total = gs.all_reduce(torch.tensor(float(dist.get_rank())), op="sum").item()
+        lane = standing(dist.group.WORLD).lane  # type: ignore[arg-type]
+        members = lane.team.members if lane.team is not None else None
+        watched = sorted(lane.liveness.pidfds())
+        return lane.hosts, members, lane.one_host, watched, total
+    finally:
+        declare_host(None)
+
+
+@pytest.mark.parametrize(
+    ("names", "hosts"),
+    [
+        ("aaaa", ((0, 1, 2, 3),)),
+        ("aabb", ((0, 1), (2, 3))),
+        ("abab", ((0, 2), (1, 3))),
+        ("abbb", ((0,), (1, 2, 3))),
+        ("abcd", ((0,), (1,), (2,), (3,))),
+    ],
+)
+def test_declared_hosts_split_a_group_and_its_teams(
+    names: str, hosts: tuple[tuple[int, ...], ...], run: Callable[..., Any]
+) -> None:
+    for rank, (found, members, one_host, watched, total) in enumerate(run(declare, names, ranks=4)):
+        [mine] = [host for host in hosts if rank in host]
+        assert found == hosts
+        assert members == (None if len(hosts) == 4 else mine)
+        assert one_host == (len(hosts) == 1)
+        assert watched == [other for other in mine if other != rank]  # others are out of sight
+        assert total == 6.0
+
+
+def look_away(blind: int) -> tuple[Any, ...]:
+    """One rank cannot open its peers' pages, though all are on one host: a hardened kernel, say."""
+    original = LocalPeer.find
+    if dist.get_rank() == blind:
+        LocalPeer.find = classmethod(lambda cls, pid, fd, nonce: None)  # type: ignore[assignment,method-assign]
+    try:
+        lane = open_lane(dist.group.WORLD, Guard(), 60)  # type: ignore[arg-type]
+        lane.open_team(64)
+        found = lane.hosts, lane.team, lane.lacks
+        dist.barrier()
+        lane.close(together=True)
+        total = gs.all_reduce(torch.ones(5000), op="sum")[-1].item()
+        return (*found, total)
+    finally:
+        LocalPeer.find = original  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("blind", [0, 2])
+def test_one_sided_sight_makes_hosts_of_their_own_and_sums_stay_right(blind: int, run: Callable[..., Any]) -> None:
+    assert run(look_away, blind, ranks=3) == [(((0,), (1,), (2,)), None, "", 3.0)] * 3
