@@ -56,11 +56,12 @@ def hosts(layout: tuple[tuple[int, ...], ...]) -> Iterator[None]:
 
 
 def values(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    numel = LARGE if dtype == torch.float32 else SIZES[-1]
     generator = torch.Generator().manual_seed(rank)
     if not (dtype.is_floating_point or dtype.is_complex):
         info = torch.iinfo(dtype)
-        return torch.randint(info.min // 8, info.max // 8, (LARGE,), generator=generator, dtype=dtype)
-    return torch.randn(LARGE, generator=generator, dtype=torch.complex64 if dtype.is_complex else None).to(dtype)
+        return torch.randint(info.min // 8, info.max // 8, (numel,), generator=generator, dtype=dtype)
+    return torch.randn(numel, generator=generator, dtype=torch.complex64 if dtype.is_complex else None).to(dtype)
 
 
 def bits(tensor: torch.Tensor) -> int:
@@ -84,7 +85,7 @@ def reduce_everything(layout: tuple[tuple[int, ...], ...]) -> dict[str, int]:
     with hosts(layout):
         for dtype in DTYPES:
             rows = [values(rank, dtype) for rank in range(dist.get_world_size())]
-            for size in (*SIZES, *([LARGE] if dtype in (torch.float32, torch.bfloat16) else [])):
+            for size in (*SIZES, *([LARGE] if dtype == torch.float32 else [])):
                 for name in names:
                     case = f"{name} {dtype} {size}"
                     mine = rows[dist.get_rank()][:size]
@@ -279,7 +280,7 @@ def train_every_way(layout: tuple[tuple[int, ...], ...]) -> dict[str, list[int]]
     return found
 
 
-@pytest.mark.parametrize("layout", [((0, 1),), ((0,), (1,)), ONE_HOST, ((0, 1), (2, 3)), ((0,), (1, 2, 3))], ids=repr)
+@pytest.mark.parametrize("layout", [((0, 1),), ((0,), (1,)), ONE_HOST, ((0,), (1, 2, 3))], ids=repr)
 def test_training_with_every_algorithm_equals_ddp(layout: tuple[tuple[int, ...], ...], run: Callable[..., Any]) -> None:
     found = run(train_every_way, layout, ranks=sum(map(len, layout)))
     for each in found[1:]:

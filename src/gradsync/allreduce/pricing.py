@@ -7,7 +7,8 @@ from collections import defaultdict
 from gradsync.allreduce.schedule import Round, Schedule
 from gradsync.links import Cluster
 
-# Where bytes queue: ("out" | "in", rank), and ("leaves" | "enters", host) where the ranks of a host share a NIC.
+# Where bytes queue: a rank's ways out and in, which are others inside its host than across ("out" | "in" | "far out" |
+# "far in", rank), and ("leaves" | "enters", host) where the ranks of a host share a NIC.
 Port = tuple[str, int]
 
 
@@ -18,8 +19,8 @@ def price(schedule: Schedule, nbytes: float, cluster: Cluster) -> float:
 
         rank 0 ─out─┐                      ┌─in─ rank 2     bytes queue at every port they pass;
                     ├─leaves A ── enters B─┤                latencies of one port pass together;
-        rank 1 ─out─┘                      └─in─ rank 3     ways out and in do not disturb each other
-
+        rank 1 ─out─┘                      └─in─ rank 3     ways out and in do not disturb each other,
+                                                            nor do a rank's ways inside its host and across
     What arrived is added when all of it is there, at `cluster.reduce_s_per_byte`.
 
     >>> from gradsync.allreduce.pricing import price
@@ -48,7 +49,7 @@ def _round_s(transfers: Round, chunk_nbytes: float, cluster: Cluster, host_of: d
     for t in transfers:
         crosses = host_of[t.src] != host_of[t.dst]
         link = cluster.across if crosses else cluster.inside
-        ports: list[Port] = [("out", t.src), ("in", t.dst)]
+        ports: list[Port] = [("far out", t.src), ("far in", t.dst)] if crosses else [("out", t.src), ("in", t.dst)]
         if crosses and cluster.shared_nic:
             ports += [("leaves", host_of[t.src]), ("enters", host_of[t.dst])]
         for port in ports:

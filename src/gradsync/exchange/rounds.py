@@ -9,8 +9,9 @@ A round on the host, cut into pieces p0, p1 …; a piece is added while the next
     wire               ├──p0──┼──p1──┼──p2──┤
     add                       ├p0┤   ├p1┤   ├p2┤  then wait for the sends: the next round may change what they read
 
-Additions land in scratch first, as large as the largest round needs, and rounds take turns with two of them. A copy lands in its place, unless this rank
-sends from there in the same round, or receives more than once: then it lands in scratch too.
+Additions land in scratch first, as large as the largest round needs; rounds take turns with two of them. A copy
+lands in its place, unless this rank sends from there in the same round, or receives more than once: then it lands
+in scratch too.
 
 Note [Before the round]
     A transfer reads what its sender held before the round, but a send reads memory until it is done. So what

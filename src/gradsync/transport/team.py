@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from gradsync.kernels.library import CARD_NBYTES, CODES, NUM_STREAMS, Kind, Op, Result, load
+from gradsync.kernels.library import CARD_NBYTES, CODES, NUM_SLOTS, NUM_STREAMS, Kind, Op, Result, load
 from gradsync.transport.segments import Exchange, Segment, allocate
 
 BOARD, WORKER, LANE = range(NUM_STREAMS)
@@ -26,7 +26,8 @@ BOARD, WORKER, LANE = range(NUM_STREAMS)
 PLACE = b" @ "  # what stands before the place on a card
 
 _ROW_NBYTES = 16 << 10  # data up to this size travels on the boards, in one go
-_WINDOW_NBYTES = 256 << 10  # a piece; four of them fit in a core's own cache
+_PIECE_NBYTES = 1 << 20  # the most that goes through a window at once: fewer waits for each other
+_WINDOWS_NBYTES = 8 << 20  # all windows of a team: they stay in the cache that the cores share
 _SPIN = 4000  # looks before a wait sleeps, where every rank has a core
 
 
@@ -60,7 +61,8 @@ class Team:
         self._num_segments = 0
         self._segments: weakref.WeakValueDictionary[int, Segment] = weakref.WeakValueDictionary()
         rows = _numbers(board_nbytes, CARD_NBYTES + _ROW_NBYTES, CARD_NBYTES + _ROW_NBYTES)
-        windows = _numbers(0, _WINDOW_NBYTES, _WINDOW_NBYTES)
+        piece = max(4096, min(_PIECE_NBYTES, _WINDOWS_NBYTES // (NUM_SLOTS * self.size)))
+        windows = _numbers(0, piece, piece)
         self._arena, arena = allocate(exchange, members, index, library.gradsync_arena_nbytes(self.size, rows, windows))
         # Of our own: liveness closes its when it ends, and their numbers may then mean something else.
         self._pidfds = [os.dup(pidfds[member]) if member in pidfds else -1 for member in members]

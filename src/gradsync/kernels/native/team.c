@@ -32,6 +32,7 @@
 #define NUM_SLOTS 4    /* pieces of a window that may be under way: see staged() */
 #define CARD_NBYTES 64 /* what ranks compare before they touch anything */
 #define BLOCK_NBYTES (128u << 10)
+#define LEAST_PIECE_NBYTES (64u << 10)
 #define LINE 64
 
 enum kind { SMALL, DIRECT, STAGED, SCATTER, GATHER };
@@ -257,14 +258,21 @@ typedef struct {
     char *data;
 } piece_t;
 
+/* Elements in a piece: a slot holds it, and there are several, so that copying and adding overlap. */
+static uint64_t piece_count(stream_t *stream, const op_t *op) {
+    uint64_t item = item_nbytes(op->dtype), nbytes = lines(op->count * item / NUM_SLOTS);
+    if (nbytes < LEAST_PIECE_NBYTES) nbytes = LEAST_PIECE_NBYTES;
+    return (nbytes < stream->window_nbytes ? nbytes : stream->window_nbytes) / item;
+}
+
 static piece_t piece_of(stream_t *stream, const op_t *op, uint32_t index) {
-    uint64_t item = item_nbytes(op->dtype), each = stream->window_nbytes / item, from = index * each;
+    uint64_t item = item_nbytes(op->dtype), each = piece_count(stream, op), from = index * each;
     uint64_t count = op->count - from < each ? op->count - from : each;
     return (piece_t){from, count, (char *)op->data + from * item};
 }
 
 static uint32_t num_pieces(stream_t *stream, const op_t *op) {
-    uint64_t each = stream->window_nbytes / item_nbytes(op->dtype);
+    uint64_t each = piece_count(stream, op);
     return (uint32_t)((op->count + each - 1) / each);
 }
 
