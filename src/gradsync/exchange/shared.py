@@ -38,4 +38,4 @@ class SharedRoute:
 
 def card_of(flat: torch.Tensor, step: int, bucket: int) -> bytes:
     """What ranks compare before they touch anything."""
-    return f"bucket {bucket} of step {step}: {flat.numel()} {str(flat.dtype).removeprefix('torch.')}".encode()
+    return f"bucket {bucket} step {step % 10**6}: {flat.numel()} {str(flat.dtype).removeprefix('torch.')}".encode()

@@ -61,6 +61,11 @@ def all_reduce(
             _reduce(stand, parent, tensor, algorithm, op, card)
         except Cards as error:
             raise _disagreement(error.cards, stand) from None
+        except ValueError:
+            raise  # every rank came to it, before any data moved
+        except BaseException:
+            stand.give_up()  # Ctrl-C, say: nobody may go on from the middle of it
+            raise
     return tensor
 
 
@@ -105,8 +110,10 @@ def _reduce(
     if in_memory and tensor.dtype in CODES and tensor.is_cpu and tensor.is_contiguous():
         _reduce_in_memory(stand, tensor, card, scale)
         return
-    _compare(stand, card)
+    alike = _compare(stand, card, tensor)
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    if not alike:
+        flat = flat.clone()  # some have it in shared memory and some do not: now nobody has
     real = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
     if in_memory and real.dtype in CODES and real.is_cpu:
         _reduce_in_memory(stand, real, card, scale)
@@ -130,21 +137,32 @@ def _reduce_in_memory(stand: Standing, flat: torch.Tensor, card: bytes, scale: f
         stand.lane.wait(OwnSum(team, WORKER, team.sum_op(flat, card, scale), "all_reduce"))
     except Cards as error:
         # Every rank sees the same cards. If only places differ, all stage.
-        if len({text.split(PLACE.decode())[0] for text in error.cards}) > 1:
+        if len({_without_place(text) for text in error.cards}) > 1:
             raise
         op = team.sum_op(flat, card, scale, in_place=False)
         stand.lane.wait(OwnSum(team, WORKER, op, "all_reduce"))
 
 
-def _compare(stand: Standing, card: bytes) -> None:
-    """Raise `Cards` on every rank unless all brought the same; what a sum in memory does in one go."""
+def _compare(stand: Standing, card: bytes, tensor: torch.Tensor = _NOTHING) -> bool:
+    """Raise `Cards` on every rank unless all brought the same; whether all have it in one place of the shared memory.
+
+    On one host a sum in memory does this in one go, and finds out about places itself.
+    """
     lane = stand.lane
     if lane.one_host and lane.team is not None:
         lane.wait(OwnSum(lane.team, WORKER, lane.team.sum_op(_NOTHING, card), "all_reduce"))
-        return
-    cards = lane.exchange(card.ljust(CARD_NBYTES), "the comparison of what the ranks brought")
-    if len(set(cards)) > 1:
-        raise Cards([each.decode().strip() for each in cards])
+        return True
+    found = lane.team.locate(tensor) if lane.team is not None and tensor.is_cpu else None
+    place = PLACE + b"%d+%x" % (found[0].number, found[1]) if found is not None else b""
+    rows = lane.exchange((card + place)[:CARD_NBYTES].ljust(CARD_NBYTES), "the comparison of what the ranks brought")
+    cards = [row.decode().rstrip() for row in rows]
+    if len({_without_place(each) for each in cards}) > 1:
+        raise Cards(cards)
+    return len(set(cards)) == 1
+
+
+def _without_place(card: str) -> str:
+    return card.split(PLACE.decode())[0]
 
 
 @lru_cache(maxsize=1024)
@@ -176,7 +194,7 @@ def _disagreement(cards: list[str], stand: Standing, what: str = "all_reduce") -
     lane = stand.lane
     members = lane.team.members if lane.one_host and lane.team is not None else range(lane.groups.size)
     ranks = lane.global_ranks(list(members))
-    said = "; ".join(f"rank {rank}: {text.split(PLACE.decode())[0]}" for rank, text in zip(ranks, cards, strict=True))
+    said = "; ".join(f"rank {rank}: {_without_place(text)}" for rank, text in zip(ranks, cards, strict=True))
     return Disagreement(f"{what} was called with different tensors ({said}); every rank must bring the same")
 
 

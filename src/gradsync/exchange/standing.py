@@ -38,6 +38,12 @@ class Standing:
             self._exacts[key] = Exact(self.lane, parent, algorithm, [device], self._timeout + NET_S)
         return self._exacts[key]
 
+    def give_up(self) -> None:
+        """This rank left something in its middle: the lane is of no more use, to anybody."""
+        self.lane.fail()
+        if self.lane.team is not None:
+            self.lane.team.abandon()
+
 
 _standing: weakref.WeakKeyDictionary[dist.ProcessGroup, Standing] = weakref.WeakKeyDictionary()
 

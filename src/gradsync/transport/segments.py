@@ -15,6 +15,7 @@ import mmap
 import os
 import secrets
 import struct
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -59,10 +60,34 @@ class Segment:
         return found
 
 
-class _Mapping(mmap.mmap):
-    """A mapped piece. A tensor in it keeps it alive, and it keeps the mappings of the peers' pieces alive."""
+class _Mapping:
+    """A mapped piece. A tensor in it keeps it alive, and it keeps the mappings of the peers' pieces alive.
 
-    segment: Segment | None = None
+    Not Python's own mmap: that keeps a file descriptor open for each.
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+        if address == ctypes.c_void_p(-1).value:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        buffer = (ctypes.c_ubyte * nbytes).from_address(address)
+        weakref.finalize(buffer, _libc.munmap, address, nbytes).atexit = False
+        self._buffer = buffer
+
+    def view(self) -> torch.Tensor:
+        """Its bytes. The tensor holds the buffer, and nothing else does for long."""
+        return torch.frombuffer(self._buffer, dtype=torch.uint8)
+
+    def hold(self, segment: Segment) -> None:
+        """Keep `segment` as long as any tensor of this piece lives."""
+        self._buffer.segment = segment  # type: ignore[attr-defined]
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 def allocate(exchange: Exchange, members: Sequence[int], index: int, nbytes: int) -> tuple[torch.Tensor, Segment]:
@@ -88,9 +113,10 @@ def allocate(exchange: Exchange, members: Sequence[int], index: int, nbytes: int
             os.close(fd)
     if mappings is None or not all(mapped):
         raise NotEnoughMemory(shortage or _elsewhere(cards, mapped, nbytes))
-    views = [torch.frombuffer(mapping, dtype=torch.uint8) for mapping in mappings]
+    views = [mapping.view() for mapping in mappings]
     local_rank = members.index(index)
-    segment = mappings[local_rank].segment = Segment(views, local_rank)
+    segment = Segment(views, local_rank)
+    mappings[local_rank].hold(segment)
     return views[local_rank], segment
 
 
@@ -131,7 +157,7 @@ def _map(pid: int, fd: int, nonce: bytes, nbytes: int) -> _Mapping | None:
     try:
         if os.fstat(mine).st_size != nbytes + _PAGE_NBYTES or os.pread(mine, _NONCE_NBYTES, nbytes) != nonce:
             return None
-        return _Mapping(mine, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        return _Mapping(mine, nbytes)
     except (OSError, ValueError):
         return None
     finally:

@@ -106,7 +106,7 @@ class Team:
         elif in_place and (found := self.locate(flat)) is not None:
             segment, offset = found
             op.kind, op.bases = Kind.DIRECT, ctypes.addressof(segment.bases(offset))
-            op.card = card + b"%s%d+%d" % (PLACE, segment.number, offset)
+            op.card = (card + b"%s%d+%x" % (PLACE, segment.number, offset))[:CARD_NBYTES]
         return op
 
     def advance(self, stream: int, op: Op, slice_s: float) -> bool:

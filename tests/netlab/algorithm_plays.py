@@ -1,0 +1,79 @@
+"""What ranks of a lab reduce by an algorithm of their choice, and what their host sends meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gradsync as gs
+from gradsync.exchange.standing import standing
+from netlab.traffic import payload, sent
+
+ALGORITHMS = {
+    "ring": gs.ring(),
+    "tree": gs.tree(),
+    "halving_doubling": gs.halving_doubling(),
+    "hierarchical": gs.hierarchical(),
+}
+
+
+def reduce_and_count(names: list[str], numels: list[int]) -> dict[str, Any]:
+    """The hosts as gradsync sees them; by algorithm: whether all was exact, and what this host sent for each size."""
+    gs.init(timeout=30)
+    reduced = {name: [_reduce(name, numel) for numel in numels] for name in names}
+    hosts = standing(dist.group.WORLD).lane.hosts
+    dist.destroy_process_group()
+    return {
+        "hosts": hosts,
+        "exact": {name: all(exact for exact, _ in pairs) for name, pairs in reduced.items()},
+        "sent": {name: [nbytes for _, nbytes in pairs] for name, pairs in reduced.items()},
+    }
+
+
+def _reduce(name: str, numel: int) -> tuple[bool, int]:
+    """Whole numbers, so that every order of additions gives the same bits; the first call makes the connections."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    counting = torch.arange(numel, dtype=torch.float32) % 1000
+    gs.all_reduce(torch.ones(1), algorithm=ALGORITHMS[name])
+    tensor = counting * (rank + 1)
+    dist.barrier()
+    before = sent(Path("/proc/net/dev").read_text())
+    gs.all_reduce(tensor, algorithm=ALGORITHMS[name], op="sum")
+    dist.barrier()  # the other ranks of this host have sent theirs too
+    after = sent(Path("/proc/net/dev").read_text())
+    exact = torch.equal(tensor, counting * (size * (size + 1) // 2))
+    return exact, payload(after.nbytes - before.nbytes, after.packets - before.packets)
+
+
+def ask_for_shared_memory() -> str:
+    """What is said to who wants shared memory between hosts."""
+    gs.init(timeout=30)
+    try:
+        gs.all_reduce(torch.ones(8), algorithm=gs.shared_memory())
+    except ValueError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group()
+    return "nothing"
+
+
+def train(steps: int) -> tuple[list[float], float]:
+    """The weights after some steps with hierarchical(), and how far they are from the first ones."""
+    gs.init(timeout=30)
+    torch.manual_seed(dist.get_rank())  # replicas start apart: attach brings them together
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = gs.attach(model, optimizer, gs.Plan(algorithm=gs.hierarchical()))
+    first = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(16, 8)).square().mean().backward()
+        optimizer.step()
+    last = nn.utils.parameters_to_vector(model.parameters()).detach()
+    sync.detach()
+    dist.destroy_process_group()
+    return last.tolist(), float((last - first).norm())
