@@ -149,7 +149,7 @@ def test_a_forged_card_is_refused() -> None:
             assert segments._map(2**22 + 1, fd, nonce, PAGE) is None
             mapping = segments._map(pid, fd, nonce, PAGE)
             assert mapping is not None
-                assert mapping.view().numel() == PAGE
+            assert mapping.view().numel() == PAGE
         finally:
             for each in (fd, reader, writer):
                 os.close(each)
