@@ -18,7 +18,6 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-import across  # noqa: E402
 import exposed  # noqa: E402
 
 import bench_harness  # noqa: E402
@@ -125,6 +124,8 @@ def main() -> None:
         keep("exposed", steps)
         say("\n" + exposed.tables(steps) + "\n")
     if "across" in given.parts:
+        import across  # needs pyroute2, which a machine without root has no use for
+
         hops = across.measure(given.rounds, given.launches)
         keep("across", hops)
         say("\n" + across.tables(hops) + "\n")
