@@ -112,8 +112,14 @@ def _over(fold: Callable[[list[float]], float], columns: list[list[float]]) -> l
 def play(rounds: int) -> dict[str, Any]:
     """A rank's seconds, processor seconds and its host's bytes per call, for every arm and size; and of the probes."""
     gs.init(timeout=60)
-    sizes = {name: _arms_taking_turns(nbytes, rounds) for name, nbytes in SIZES.items()}
-    probes = _probes()
+    groups = [dist.new_group(list(host)) for host in HOSTS]
+    mine = next(group for group, host in zip(groups, HOSTS, strict=True) if dist.get_rank() in host)
+    sizes: dict[str, Any] = {}
+    probes: Samples = {}
+    for name, nbytes in SIZES.items():
+        sizes[name] = _arms_taking_turns(nbytes, rounds)
+        for probe, seconds in _probes(mine).items():  # after every size: the machine is not always equally busy
+            probes.setdefault(probe, []).extend(seconds)
     dist.destroy_process_group()
     return {"sizes": sizes, "probes": probes}
 
@@ -171,15 +177,13 @@ def _bytes_sent(call: Callable[[], object]) -> float:
 # What links can do, by the means of the algorithms
 
 
-def _probes() -> Samples:
+def _probes(mine: dist.ProcessGroup) -> Samples:
     """Seconds of one round, or of one all-reduce inside a host, of next to nothing and of much."""
     rounds = {
         f"{name}, {kind}": _rounds(pairs, numel, repeats)
         for name, pairs in (("across", _ACROSS), ("loopback", _LOOPBACK))
         for kind, numel, repeats in (("1 element", 1, _PINGS), ("8 MB", _LARGE // 4, 2))
     }
-    groups = [dist.new_group(list(host)) for host in HOSTS]
-    mine = next(group for group, host in zip(groups, HOSTS, strict=True) if dist.get_rank() in host)
     teams: Samples = {}
     for kind, numel in (("1 element", 1), ("8 MB", _LARGE // 4)):
         teams[f"memory, {kind}"] = _inside(torch.zeros(numel), mine)
@@ -188,10 +192,15 @@ def _probes() -> Samples:
 
 
 def _rounds(pairs: tuple[tuple[int, int], ...], numel: int, repeats: int) -> list[float]:
-    """Seconds per round in which all `pairs` send at once, through the executor that every schedule runs on."""
-    lane = standing(dist.group.WORLD).lane
-    schedule = Schedule(4, 1, (tuple(Transfer(src, dst, 0, add=False) for src, dst in pairs),) * repeats)
-    program, flat = Program.compile(schedule, dist.get_rank(), numel, 4), torch.zeros(numel)
+    """Seconds per round in which all `pairs` send at once, through the executor that every schedule runs on.
+
+    Every pair has two chunks of its own, which take turns: so, as in the algorithms, copies land in place and receives
+    are posted a round ahead.
+    """
+    lane, k = standing(dist.group.WORLD).lane, len(pairs)
+    turns = [tuple(Transfer(*pair, half * k + i, add=False) for i, pair in enumerate(pairs)) for half in range(2)]
+    schedule = Schedule(4, 2 * k, tuple(turns) * (repeats // 2))
+    program, flat = Program.compile(schedule, dist.get_rank(), 2 * k * numel, 4), torch.zeros(2 * k * numel)
     channel = lane.groups.data[MESSAGES]
 
     def go() -> None:

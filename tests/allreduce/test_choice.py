@@ -49,22 +49,19 @@ def test_native_is_a_ring_that_needs_python_once(layout: Hosts, inside: Link, ac
     assert cheapest(nbytes, cluster) != Ring()
 
 
-@pytest.mark.parametrize(("inside", "across"), [(MEMORY, SLOW), (MEMORY, DEFAULT_ACROSS), (LOOPBACK, SLOW)])
-def test_large_tensors_go_by_the_hierarchy_where_the_link_between_hosts_is_the_slow_one(
-    inside: Link, across: Link
-) -> None:
+@pytest.mark.parametrize("across", [SLOW, DEFAULT_ACROSS])
+def test_large_tensors_go_by_the_hierarchy_where_ranks_of_a_host_share_memory(across: Link) -> None:
     for megabytes in (1, 25, 100, 1000):
-        assert cheapest(megabytes << 20, Cluster(TWO_BY_TWO, inside=inside, across=across)) == Hierarchical()
+        assert cheapest(megabytes << 20, Cluster(TWO_BY_TWO, LOOPBACK, across), MEMORY) == Hierarchical()
 
 
 def test_tiny_tensors_are_left_to_the_backend_where_latency_is_less_than_pythons() -> None:
     for nbytes in (0, 1, 64, 1024):
-        assert cheapest(nbytes, Cluster(TWO_BY_TWO, inside=MEMORY, across=QUICK)) == Native()
+        assert cheapest(nbytes, Cluster(TWO_BY_TWO, inside=QUICK, across=QUICK), MEMORY) == Native()
 
 
 def test_once_the_hierarchy_pays_it_pays_for_all_that_is_larger() -> None:
-    cluster = Cluster(TWO_BY_TWO, inside=MEMORY, across=QUICK)
-    chosen = [cheapest(1 << power, cluster) for power in range(31)]
+    chosen = [cheapest(1 << power, Cluster(TWO_BY_TWO, QUICK, QUICK), MEMORY) for power in range(31)]
     first = chosen.index(Hierarchical())
     assert chosen[first:] == [Hierarchical()] * (31 - first)
     assert chosen[0] == Native()
@@ -77,9 +74,16 @@ def test_shared_memory_is_priced_by_memory_alone() -> None:
     assert cost(SharedMemory(), 0, shared) == 2 * MEMORY.latency_s
 
 
-def test_the_price_of_rounds_is_the_links_and_a_bit_of_python_for_each() -> None:
-    cluster = Cluster(TWO_BY_TWO, inside=MEMORY, across=SLOW)
+def test_the_cost_is_the_links_a_bit_of_python_for_each_round_and_the_sending() -> None:
+    cluster = Cluster(TWO_BY_TWO, inside=LOOPBACK, across=SLOW)
     for recipe in CANDIDATES:
         schedule = recipe.schedule(TWO_BY_TWO)
         extra = cost(recipe, 1 << 20, cluster) - price(schedule, 1 << 20, cluster)
-        assert extra == pytest.approx(len(schedule.rounds) * 100e-6)
+        most = max(schedule.share_sent_by(rank) for rank in range(4))
+        assert extra == pytest.approx(len(schedule.rounds) * 100e-6 + most * (1 << 20) * 0.5e-9)
+
+
+def test_where_memory_is_shared_the_hierarchy_sends_only_what_crosses() -> None:
+    cluster = Cluster(TWO_BY_TWO, inside=MEMORY, across=SLOW)
+    with_memory, without = (cost(Hierarchical(), 1 << 20, cluster, memory) for memory in (MEMORY, None))
+    assert without - with_memory == pytest.approx((1 << 20) * 0.5e-9)  # a whole copy of the data, to the neighbour

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -53,12 +54,12 @@ def steps(program: Program) -> dict[int, Step]:
 
 
 def sent(program: Program, number: int, dst: int) -> list[Message]:
-    step = steps(program).get(number, Step(number, (), ()))
+    step = steps(program).get(number, Step(number, (), (), False, ()))
     return [message for message in step.sends if message.dst == dst]
 
 
 def received(program: Program, number: int, src: int) -> list[Message]:
-    step = steps(program).get(number, Step(number, (), ()))
+    step = steps(program).get(number, Step(number, (), (), False, ()))
     return [arrival.message for arrival in step.arrivals if arrival.message.src == src]
 
 
@@ -223,3 +224,40 @@ def test_a_stamp_leaves_room_for_the_round_in_31_bits(sync: int, bucket: int) ->
 def test_bad_arguments_are_refused(changes: dict[str, int], sentence: str) -> None:
     with pytest.raises(ValueError, match=f"^{sentence}$"):
         Program.compile(ring().schedule(2), **{"rank": 0, "numel": 10, "itemsize": 4, "piece_nbytes": 8, **changes})
+
+
+@many
+@given(schedule=schedules, numel=numels, piece_nbytes=pieces)
+def test_what_is_received_early_lands_where_the_step_before_neither_reads_nor_writes(
+    schedule: Schedule, numel: int, piece_nbytes: int
+) -> None:
+    for program in programs(schedule, numel, piece_nbytes):
+        assert not any(step.early for step in program.steps[:1])
+        for before, step in pairwise(program.steps):
+            used = [*before.sends, *(arrival.message for arrival in before.arrivals)]
+            in_place = [arrival.message for arrival in step.arrivals if arrival.scratch is None]
+            assert not step.early or not any(message.meets(other) for message in in_place for other in used)
+
+
+@many
+@given(schedule=schedules, numel=numels, piece_nbytes=pieces)
+def test_what_is_sent_ahead_is_touched_by_no_arrival_that_is_still_to_come(
+    schedule: Schedule, numel: int, piece_nbytes: int
+) -> None:
+    for program in programs(schedule, numel, piece_nbytes):
+        assert not any(any(step.ready) for step in program.steps[:1])
+        for before, step in pairwise(program.steps):
+            assert list(step.ready) == sorted(step.ready)
+            for send, ready in zip(step.sends, step.ready, strict=True):
+                assert not any(arrival.message.meets(send) for arrival in before.arrivals[ready:])
+
+
+def test_a_ring_sends_its_second_round_piece_by_piece_while_the_first_arrives() -> None:
+    for program in programs(ring().schedule(3), 300, 100):  # chunks of 100 elements, pieces of 25
+        assert program.steps[1].ready == (1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("recipe", [ring(), hierarchical()])
+def test_a_ring_of_three_receives_every_round_but_the_first_early(recipe: Any) -> None:
+    for program in programs(recipe.schedule(3), 300, 1 << 20):
+        assert [step.early for step in program.steps] == [False, True, True, True]

@@ -9,6 +9,7 @@ from gradsync.allreduce.hierarchical import Hierarchical
 from gradsync.allreduce.native import Native
 from gradsync.allreduce.pricing import price
 from gradsync.allreduce.ring import Ring
+from gradsync.allreduce.schedule import Schedule
 from gradsync.allreduce.shared_memory import SharedMemory
 from gradsync.allreduce.tree import Tree
 from gradsync.links import Cluster, Link
@@ -25,6 +26,8 @@ CANDIDATES = (Hierarchical(), HalvingDoubling(), Tree(), Ring())
 
 # Python takes part in every round of a schedule that we run ourselves; a backend's own needs it once.
 _ROUND_S = 100e-6
+# And sending a byte takes a processor that could be computing gradients meanwhile: TCP's copies.
+_SEND_S_PER_BYTE = 0.5e-9
 
 
 def cheapest(nbytes: int, cluster: Cluster, memory: Link | None = None) -> Algorithm:
@@ -50,4 +53,10 @@ def cost(algorithm: Algorithm, nbytes: int, cluster: Cluster, memory: Link | Non
     recipe = Ring() if isinstance(algorithm, Native) else algorithm
     schedule = recipe.schedule(cluster.hosts)
     rounds = 1 if isinstance(algorithm, Native) else len(schedule.rounds)
-    return price(schedule, nbytes, cluster) + rounds * _ROUND_S
+    sent = schedule if memory is None or not isinstance(algorithm, Hierarchical) else _across(cluster)
+    most = max(sent.share_sent_by(rank) for rank in range(sent.world_size))
+    return price(schedule, nbytes, cluster) + rounds * _ROUND_S + most * nbytes * _SEND_S_PER_BYTE
+
+
+def _across(cluster: Cluster) -> Schedule:
+    return Hierarchical().levels(cluster.hosts).across_schedule()

@@ -7,7 +7,8 @@ A round on the host, cut into pieces p0, p1 …; a piece is added while the next
 
     post     receives  r0 r1 r2, those of the next round   sends s0 s1 s2
     wire               ├──p0──┼──p1──┼──p2──┤
-    add                       ├p0┤   ├p1┤   ├p2┤  then wait for the sends: the next round may change what they read
+    add                       ├p0┤   ├p1┤   ├p2┤
+    post                         the next round's sends, each as soon as all it reads is there
 
 Additions land in scratch first, as large as the largest round needs; rounds take turns with two of them. A copy
 lands in its place, unless this rank sends from there in the same round, or receives more than once: then it lands
@@ -23,6 +24,11 @@ Note [Early receives]
     begins, every round would first wait for that word to cross, behind whatever else leaves the host. So it is
     posted a round ahead, before the sends, unless what lands in place could meet what the round before it uses.
 
+Note [Ahead]
+    The last piece of a round would leave the wire idle until it is added and the next round begins. So a send of
+    the next round leaves as soon as the arrivals that touch its range are in place, in the order of the program:
+    messages of one pair and round must keep it.
+
 Note [Agreement]
     Sender and receiver never talk about what a message holds. `_messages` makes all messages of a round from
     the schedule, alike on every rank; a rank takes those it sends or receives, in that order. Those of one pair
@@ -37,7 +43,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise, zip_longest
+from itertools import accumulate, pairwise, zip_longest
 from typing import NamedTuple
 
 import torch
@@ -78,7 +84,8 @@ class Step(NamedTuple):
     number: int  # the round's, from 0
     sends: tuple[Message, ...]
     arrivals: tuple[Arrival, ...]  # in the order in which they are put in their places
-    early: bool = False  # they may come while the step before this one is under way; see [Early receives]
+    early: bool  # they may come while the step before this one is under way; see [Early receives]
+    ready: tuple[int, ...]  # per send: how many arrivals of the step before must be in place; never falls
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +121,10 @@ class Program:
         every = ((n, _of_rank(rank, _messages(r, bounds))) for n, r in enumerate(schedule.rounds))
         busy = [(number, messages) for number, messages in every if messages]
         early = [False, *(_is_clear_of(before, after, rank) for (_, before), (_, after) in pairwise(busy))]
-        steps = tuple(_step(*mine, rank, shortest, ahead) for mine, ahead in zip(busy, early, strict=False))
-        return cls(rank, numel, itemsize, max(map(_scratch_numel, steps), default=0), steps)
+        steps: list[Step] = []
+        for (number, messages), ahead in zip(busy, early, strict=False):
+            steps.append(_step(number, messages, rank, shortest, ahead, steps[-1].arrivals if steps else ()))
+        return cls(rank, numel, itemsize, max(map(_scratch_numel, steps), default=0), tuple(steps))
 
 
 def stamp(sync: int, bucket: int) -> int:
@@ -160,29 +169,52 @@ def _refuse_misfit(program: Program, flat: torch.Tensor, channel: Channel) -> No
 def _run_on_host(program: Program, flat: torch.Tensor, channel: Channel, stamp: int) -> None:
     scratch, spare = flat.new_empty(2, program.scratch_numel)
     posted: list[Work] = []
+    sending = _Sending(program.steps[0], flat, channel, stamp) if program.steps else None
     for step, following in zip_longest(program.steps, program.steps[1:]):
+        assert sending is not None
         # Receives first: what a peer sends to a posted one goes straight to its place.
         arriving = posted if step.early else _post(step, flat, scratch, channel, stamp)
         posted = _post(following, flat, spare, channel, stamp) if following and following.early else []
-        sending = [channel.send(_raw(flat[m.start : m.stop]), m.dst, _tag(stamp, step)) for m in step.sends]
-        _complete(step, flat, scratch, arriving, sending)
-        scratch, spare = spare, scratch
+        sending.launch()
+        ahead = _Sending(following, flat, channel, stamp) if following else None
+        for done, (arrival, work) in enumerate(zip(step.arrivals, arriving, strict=True), 1):
+            work.wait()
+            sending.wait(arrival.after)  # see [Before the round]
+            _put(arrival, flat, scratch)
+            if ahead:
+                ahead.launch(done)
+        sending.wait(len(step.sends))
+        scratch, spare, sending = spare, scratch, ahead
+
+
+class _Sending:
+    """The sends of one step, in order: launched as soon as what they read is there, see [Ahead]."""
+
+    def __init__(self, step: Step, flat: torch.Tensor, channel: Channel, stamp: int) -> None:
+        self._step, self._flat, self._channel = step, flat, channel
+        self._tag = _tag(stamp, step)
+        self._works: list[Work] = []
+        self._num_waited = 0
+
+    def launch(self, num_arrived: int | None = None) -> None:
+        """Launch those that need no more than so many arrivals of the step before; None: all."""
+        for need, message in zip(
+            self._step.ready[len(self._works) :], self._step.sends[len(self._works) :], strict=True
+        ):
+            if num_arrived is not None and need > num_arrived:
+                return
+            part = self._flat[message.start : message.stop]
+            self._works.append(self._channel.send(_raw(part), message.dst, self._tag))
+
+    def wait(self, count: int) -> None:
+        """Until the first `count` are done."""
+        for work in self._works[self._num_waited : count]:
+            work.wait()
+        self._num_waited = max(self._num_waited, count)
 
 
 def _post(step: Step, flat: torch.Tensor, scratch: torch.Tensor, channel: Channel, stamp: int) -> list[Work]:
     return [channel.recv(_raw(_landing(a, flat, scratch)), a.message.src, _tag(stamp, step)) for a in step.arrivals]
-
-
-def _complete(step: Step, flat: torch.Tensor, scratch: torch.Tensor, arriving: list[Work], sending: list[Work]) -> None:
-    num_sent = 0
-    for arrival, work in zip(step.arrivals, arriving, strict=True):
-        work.wait()
-        for send in sending[num_sent : arrival.after]:  # see [Before the round]
-            send.wait()
-        num_sent = max(num_sent, arrival.after)
-        _put(arrival, flat, scratch)
-    for send in sending[num_sent:]:
-        send.wait()
 
 
 def _run_on_stream(program: Program, flat: torch.Tensor, channel: Channel, stamp: int) -> None:
@@ -263,10 +295,18 @@ def _is_clear_of(before: list[Message], after: list[Message], rank: int) -> bool
     return not any(copy.meets(message) for copy in copies for message in before)
 
 
-def _step(number: int, messages: list[Message], rank: int, shortest: int, early: bool) -> Step:
+def _step(
+    number: int, messages: list[Message], rank: int, shortest: int, early: bool, before: tuple[Arrival, ...]
+) -> Step:
     sends = [piece for message in messages if message.src == rank for piece in _cut(message, shortest)]
     incoming = [message for message in messages if message.dst == rank]
-    return Step(number, tuple(sends), tuple(_arrivals(incoming, sends, shortest)), early)
+    return Step(number, tuple(sends), tuple(_arrivals(incoming, sends, shortest)), early, _ready(sends, before))
+
+
+def _ready(sends: list[Message], before: tuple[Arrival, ...]) -> tuple[int, ...]:
+    """For each send, after how many of the arrivals before it may leave; one never leaves before an earlier one."""
+    needs = (max((n for n, a in enumerate(before, 1) if a.message.meets(send)), default=0) for send in sends)
+    return tuple(accumulate(needs, max))
 
 
 def _arrivals(incoming: list[Message], sends: list[Message], shortest: int) -> Iterator[Arrival]:

@@ -87,7 +87,8 @@ def _host_ways(
         warnings.warn(f"{lane.lacks}; the process group serves instead of shared memory", stacklevel=7)
     if len(lane.hosts) == 1 and isinstance(algorithm, SharedMemory | None):
         return ({} if lane.team is None else {SharedMemory: SharedRoute(lane, lane.team)}), None
-    lane.groups.add_data(parent, [MESSAGES], timeout)
+    if MESSAGES not in lane.groups.data:
+        lane.groups.add_data(parent, [MESSAGES], timeout)
     if algorithm is not None:
         return {type(algorithm): _host_way(lane, _recipe(algorithm))}, None
     cluster = Cluster(lane.hosts, inside=LOOPBACK, across=measure_across(lane))
