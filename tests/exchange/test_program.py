@@ -54,12 +54,12 @@ def steps(program: Program) -> dict[int, Step]:
 
 
 def sent(program: Program, number: int, dst: int) -> list[Message]:
-    step = steps(program).get(number, Step(number, (), (), False, ()))
+    step = steps(program).get(number, Step(number, (), (), ()))
     return [message for message in step.sends if message.dst == dst]
 
 
 def received(program: Program, number: int, src: int) -> list[Message]:
-    step = steps(program).get(number, Step(number, (), (), False, ()))
+    step = steps(program).get(number, Step(number, (), (), ()))
     return [arrival.message for arrival in step.arrivals if arrival.message.src == src]
 
 
@@ -232,11 +232,10 @@ def test_what_is_received_early_lands_where_the_step_before_neither_reads_nor_wr
     schedule: Schedule, numel: int, piece_nbytes: int
 ) -> None:
     for program in programs(schedule, numel, piece_nbytes):
-        assert not any(step.early for step in program.steps[:1])
         for before, step in pairwise(program.steps):
             used = [*before.sends, *(arrival.message for arrival in before.arrivals)]
             in_place = [arrival.message for arrival in step.arrivals if arrival.scratch is None]
-            assert not step.early or not any(message.meets(other) for message in in_place for other in used)
+            assert not any(message.meets(other) for message in in_place for other in used)
 
 
 @many
@@ -255,9 +254,3 @@ def test_what_is_sent_ahead_is_touched_by_no_arrival_that_is_still_to_come(
 def test_a_ring_sends_its_second_round_piece_by_piece_while_the_first_arrives() -> None:
     for program in programs(ring().schedule(3), 300, 100):  # chunks of 100 elements, pieces of 25
         assert program.steps[1].ready == (1, 2, 3, 4)
-
-
-@pytest.mark.parametrize("recipe", [ring(), hierarchical()])
-def test_a_ring_of_three_receives_every_round_but_the_first_early(recipe: Any) -> None:
-    for program in programs(recipe.schedule(3), 300, 1 << 20):
-        assert [step.early for step in program.steps] == [False, True, True, True]

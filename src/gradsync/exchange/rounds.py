@@ -11,8 +11,8 @@ A round on the host, cut into pieces p0, p1 …; a piece is added while the next
     post                         the next round's sends, each as soon as all it reads is there
 
 Additions land in scratch first, as large as the largest round needs; rounds take turns with two of them. A copy
-lands in its place, unless this rank sends from there in the same round, or receives more than once: then it lands
-in scratch too.
+lands in its place, unless this rank uses that place in the same round or in the one before: then it lands in
+scratch too.
 
 Note [Before the round]
     A transfer reads what its sender held before the round, but a send reads memory until it is done. So what
@@ -21,8 +21,8 @@ Note [Before the round]
 
 Note [Early receives]
     Gloo sends nothing before it has heard from the other side that a receive is posted. Posted only when its round
-    begins, every round would first wait for that word to cross, behind whatever else leaves the host. So it is
-    posted a round ahead, before the sends, unless what lands in place could meet what the round before it uses.
+    begins, every round would first wait for that word to cross, behind whatever else leaves the host. So receives
+    are posted a round ahead, before the sends; what could meet the round before lands in scratch.
 
 Note [Ahead]
     The last piece of a round would leave the wire idle until it is added and the next round begins. So a send of
@@ -43,7 +43,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise, zip_longest
+from itertools import accumulate, zip_longest
 from typing import NamedTuple
 
 import torch
@@ -84,7 +84,6 @@ class Step(NamedTuple):
     number: int  # the round's, from 0
     sends: tuple[Message, ...]
     arrivals: tuple[Arrival, ...]  # in the order in which they are put in their places
-    early: bool  # they may come while the step before this one is under way; see [Early receives]
     ready: tuple[int, ...]  # per send: how many arrivals of the step before must be in place; never falls
 
 
@@ -120,10 +119,9 @@ class Program:
         shortest = -(-piece_nbytes // itemsize)
         every = ((n, _of_rank(rank, _messages(r, bounds))) for n, r in enumerate(schedule.rounds))
         busy = [(number, messages) for number, messages in every if messages]
-        early = [False, *(_is_clear_of(before, after, rank) for (_, before), (_, after) in pairwise(busy))]
         steps: list[Step] = []
-        for (number, messages), ahead in zip(busy, early, strict=False):
-            steps.append(_step(number, messages, rank, shortest, ahead, steps[-1].arrivals if steps else ()))
+        for number, messages in busy:
+            steps.append(_step(number, messages, rank, shortest, steps[-1] if steps else None))
         return cls(rank, numel, itemsize, max(map(_scratch_numel, steps), default=0), tuple(steps))
 
 
@@ -173,8 +171,8 @@ def _run_on_host(program: Program, flat: torch.Tensor, channel: Channel, stamp: 
     for step, following in zip_longest(program.steps, program.steps[1:]):
         assert sending is not None
         # Receives first: what a peer sends to a posted one goes straight to its place.
-        arriving = posted if step.early else _post(step, flat, scratch, channel, stamp)
-        posted = _post(following, flat, spare, channel, stamp) if following and following.early else []
+        arriving = posted or _post(step, flat, scratch, channel, stamp)
+        posted = _post(following, flat, spare, channel, stamp) if following else []
         sending.launch()
         ahead = _Sending(following, flat, channel, stamp) if following else None
         for done, (arrival, work) in enumerate(zip(step.arrivals, arriving, strict=True), 1):
@@ -289,18 +287,12 @@ def _of_rank(rank: int, messages: list[Message]) -> list[Message]:
     return [message for message in messages if rank in (message.src, message.dst)]
 
 
-def _is_clear_of(before: list[Message], after: list[Message], rank: int) -> bool:
-    """Whether no copy that arrives in the round after may land where this rank reads or writes in the one before."""
-    copies = [message for message in after if message.dst == rank and not message.add]
-    return not any(copy.meets(message) for copy in copies for message in before)
-
-
-def _step(
-    number: int, messages: list[Message], rank: int, shortest: int, early: bool, before: tuple[Arrival, ...]
-) -> Step:
+def _step(number: int, messages: list[Message], rank: int, shortest: int, before: Step | None) -> Step:
     sends = [piece for message in messages if message.src == rank for piece in _cut(message, shortest)]
     incoming = [message for message in messages if message.dst == rank]
-    return Step(number, tuple(sends), tuple(_arrivals(incoming, sends, shortest)), early, _ready(sends, before))
+    busy = [] if before is None else [*before.sends, *(arrival.message for arrival in before.arrivals)]
+    arrivals = tuple(_arrivals(incoming, sends, busy, shortest))
+    return Step(number, tuple(sends), arrivals, _ready(sends, () if before is None else before.arrivals))
 
 
 def _ready(sends: list[Message], before: tuple[Arrival, ...]) -> tuple[int, ...]:
@@ -309,13 +301,14 @@ def _ready(sends: list[Message], before: tuple[Arrival, ...]) -> tuple[int, ...]
     return tuple(accumulate(needs, max))
 
 
-def _arrivals(incoming: list[Message], sends: list[Message], shortest: int) -> Iterator[Arrival]:
+def _arrivals(incoming: list[Message], sends: list[Message], before: list[Message], shortest: int) -> Iterator[Arrival]:
     used = 0
     for index, message in enumerate(incoming):
         # Messages are few and pieces are many: compare pieces only where whole messages meet.
         readers = [(count, send) for count, send in enumerate(sends, 1) if send.meets(message)]
         alone = not any(message.meets(other) for other in incoming[:index] + incoming[index + 1 :])
-        in_place = not message.add and not readers and alone
+        clear = not any(message.meets(other) for other in before)
+        in_place = not message.add and not readers and alone and clear
         for piece in _cut(message, shortest):
             after = max((count for count, send in readers if send.meets(piece)), default=0)
             yield Arrival(piece, None if in_place else used, after)
