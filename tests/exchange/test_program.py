@@ -144,13 +144,20 @@ def test_a_program_does_what_its_schedule_says(schedule: Schedule, numel: int, p
 
 @many
 @given(schedule=all_reduces(), numel=numels, piece_nbytes=pieces)
-def test_in_an_all_reduce_copies_land_in_place_and_nothing_waits_for_a_send(
+def test_in_an_all_reduce_additions_land_in_scratch_and_nothing_waits_for_a_send(
     schedule: Schedule, numel: int, piece_nbytes: int
 ) -> None:
     for program in programs(schedule, numel, piece_nbytes):
         for step in program.steps:
             for message, scratch, after in step.arrivals:
-                assert (scratch is None, after) == (not message.add, 0)
+                assert after == 0
+                assert scratch is not None or not message.add
+
+
+def test_in_a_ring_of_three_copies_land_in_place() -> None:
+    for program in programs(ring().schedule(3), 300, 100):
+        copies = [arrival for step in program.steps[3:] for arrival in step.arrivals]
+        assert [arrival.scratch for arrival in copies] == [None] * len(copies)
 
 
 def test_consecutive_chunks_are_one_message_and_strided_ones_are_not() -> None:

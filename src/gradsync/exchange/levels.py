@@ -8,6 +8,7 @@ of all buffers here          for the same block elsewhere      finished blocks
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,17 +22,27 @@ from gradsync.kernels.library import CODES, Kind, Op
 from gradsync.transport.groups import MESSAGES
 from gradsync.transport.lane import Lane
 from gradsync.transport.team import LANE, Team
-from gradsync.transport.tickets import Ticket
+from gradsync.transport.tickets import Errand, Ticket
 
-_WINDOW_NBYTES = 8 << 20  # for tensors that do not live in the team's memory
+_LEAST_NBYTES, _MOST_NBYTES = 2 << 20, 8 << 20  # of a part
+_NUM_PARTS = 3  # under way at a time
 _SLICE_S = 1.0
 
 
-class _Part(NamedTuple):
-    """For tensors of one size: where each local rank's block begins and ends, and what crosses between hosts."""
+class _Plan(NamedTuple):
+    """For parts of one size: where each local rank's block begins and ends, and what crosses between hosts."""
 
     bounds: ctypes.Array[ctypes.c_uint64]
     program: Program
+
+
+class _Part(NamedTuple):
+    """A part under way."""
+
+    given: torch.Tensor  # of the tensor
+    inside: torch.Tensor  # the same, in the team's memory
+    plan: _Plan
+    across: Errand
 
 
 class LevelRoute:
@@ -43,18 +54,19 @@ class LevelRoute:
         """Every rank of the group makes it at once: it takes a window of the teams' memory."""
         self._lane = lane
         self._team = team
-        self._window = team.allocate(_WINDOW_NBYTES)
+        self._windows = team.allocate(_NUM_PARTS * _MOST_NBYTES)[: _NUM_PARTS * _MOST_NBYTES].split(_MOST_NBYTES)
+        self._wire = lane.hire()
         levels, rank = Hierarchical().levels(lane.hosts), lane.groups.rank
         schedule = levels.across_schedule()
         self.wire_share = schedule.share_sent_by(rank)
         blocks = [levels.blocks[member] for member in team.members]
 
-        def part(numel: int, itemsize: int) -> _Part:
+        def plan(numel: int, itemsize: int) -> _Plan:
             chunks = chunk_bounds(numel, levels.num_chunks)
             borders = [chunks[block.start][0] for block in blocks] + [numel]
-            return _Part((ctypes.c_uint64 * len(borders))(*borders), Program.compile(schedule, rank, numel, itemsize))
+            return _Plan((ctypes.c_uint64 * len(borders))(*borders), Program.compile(schedule, rank, numel, itemsize))
 
-        self._part = lru_cache(maxsize=64)(part)
+        self._plan = lru_cache(maxsize=64)(plan)
 
     def launch(self, flat: torch.Tensor, bucket: int) -> Ticket:
         mark, nbytes = stamp(self._lane.step, bucket), flat.numel() * flat.element_size()
@@ -64,28 +76,44 @@ class LevelRoute:
         """Now, on the lane's thread; `flat` is in host memory."""
         if not flat.numel():
             return
-        if self._team.locate(flat) is not None:
-            self._run_in_place(flat, mark)
-            return
-        each = _WINDOW_NBYTES // flat.element_size()
-        window = self._window.view(flat.dtype)
-        for piece in flat.split(each):
-            inside = window[: piece.numel()]
-            inside.copy_(piece)
-            self._run_in_place(inside, mark)
-            piece.copy_(inside)
+        in_place = self._team.locate(flat) is not None
+        nbytes = flat.numel() * flat.element_size()
+        each = min(_MOST_NBYTES, max(_LEAST_NBYTES, nbytes // _NUM_PARTS)) // flat.element_size()
+        under_way: deque[_Part] = deque()
+        for number, given in enumerate(flat.split(each)):
+            if len(under_way) == _NUM_PARTS:
+                self._finish(under_way.popleft(), mark)
+            inside = given if in_place else self._copy_in(given, number)
+            under_way.append(self._begin(given, inside, mark))
+        for part in under_way:
+            self._finish(part, mark)
 
-    def _run_in_place(self, flat: torch.Tensor, mark: int) -> None:
-        part = self._part(flat.numel(), flat.element_size())
-        self._inside(Kind.SCATTER, flat, part, mark)
-        run(part.program, flat, self._lane.groups.data[MESSAGES], mark)
-        self._inside(Kind.GATHER, flat, part, mark)
+    def _copy_in(self, given: torch.Tensor, number: int) -> torch.Tensor:
+        window = self._windows[number % _NUM_PARTS].view(given.dtype)[: given.numel()]
+        return window.copy_(given)
 
-    def _inside(self, kind: Kind, flat: torch.Tensor, part: _Part, mark: int) -> None:
+    def _begin(self, given: torch.Tensor, inside: torch.Tensor, mark: int) -> _Part:
+        plan = self._plan(given.numel(), given.element_size())
+        self._in_memory(Kind.SCATTER, inside, plan, mark)
+        channel = self._lane.groups.data[MESSAGES]
+        # Parts share the mark: they follow each other on the wire, and messages of one pair keep their order.
+        across = Errand(lambda: run(plan.program, inside, channel, mark), "messages across hosts", 0, -1)
+        self._wire.take(across)
+        return _Part(given, inside, plan, across)
+
+    def _finish(self, part: _Part, mark: int) -> None:
+        while not part.across.landed(_SLICE_S):
+            pass  # it ends: the channel's own timeout bounds it, and whoever gives up cuts the wires
+        part.across.settle()
+        self._in_memory(Kind.GATHER, part.inside, part.plan, mark)
+        if part.inside is not part.given:
+            part.given.copy_(part.inside)
+
+    def _in_memory(self, kind: Kind, flat: torch.Tensor, plan: _Plan, mark: int) -> None:
         found = self._team.locate(flat)
         assert found is not None
         segment, offset = found
         op = Op(card=card_of(flat, mark, kind), count=flat.numel(), dtype=CODES[flat.dtype], scale=1.0, kind=kind)
-        op.bases, op.bounds = ctypes.addressof(segment.bases(offset)), ctypes.addressof(part.bounds)
+        op.bases, op.bounds = ctypes.addressof(segment.bases(offset)), ctypes.addressof(plan.bounds)
         while not self._team.advance(LANE, op, _SLICE_S):
             pass

@@ -65,13 +65,13 @@ class Lane:
         self._guard = guard
         self._timeout = timeout
         self._under_way: deque[Ticket] = deque()  # oldest first: an error names the first bucket among them
-        self._courier = Courier()
+        self._couriers = [Courier()]
         self._house: list[Team] = []  # our team, where there is one
         self.has_library = True  # the C library, on every rank
         self.lacks = ""  # why there is no team though ranks share a host
         self.describe: Callable[[int], str] = lambda bucket: f"bucket {bucket}"
         # At exit: a collective that fails after the interpreter is gone would crash the process.
-        self._end = weakref.finalize(self, _abandon, self._under_way, groups, self._house, self._courier, os.getpid())
+        self._end = weakref.finalize(self, _abandon, self._under_way, groups, self._house, self._couriers, os.getpid())
 
     # Who shares a host
 
@@ -135,8 +135,13 @@ class Lane:
         """Have the lane's thread do it, after all it was asked for before."""
         errand = Errand(run, what, nbytes, bucket)
         self.follow(errand)
-        self._courier.take(errand)
+        self._couriers[0].take(errand)
         return errand
+
+    def hire(self) -> Courier:
+        """One more thread for errands, which ends with the lane."""
+        self._couriers.append(Courier())
+        return self._couriers[-1]
 
     def tell_all(self, row: torch.Tensor, rows: torch.Tensor, what: str) -> Ticket:
         """Start filling `rows` with every rank's `row`, by the fastest way there is."""
@@ -173,7 +178,8 @@ class Lane:
         """Leave; `together` if all ranks came to this, so that nothing is under way."""
         self.liveness.close()
         if together:
-            self._courier.close(_GRACE_S)
+            for courier in self._couriers:
+                courier.close(_GRACE_S)
             self.groups.close()
             self._under_way.clear()
             self._end()
@@ -288,7 +294,7 @@ class Lane:
         return stuck, self.describe(stuck) if stuck >= 0 else what
 
 
-def _abandon(under_way: deque[Ticket], groups: Groups, house: list[Team], courier: Courier, pid: int) -> None:
+def _abandon(under_way: deque[Ticket], groups: Groups, house: list[Team], couriers: list[Courier], pid: int) -> None:
     """End what is still under way."""
     # A forked child has the same sockets, and ends without touching them.
     if os.getpid() != pid:
@@ -299,7 +305,8 @@ def _abandon(under_way: deque[Ticket], groups: Groups, house: list[Team], courie
         cut(groups.wires)
         for ticket in under_way:
             ticket.landed(_GRACE_S)
-    courier.close(_GRACE_S)
+    for courier in couriers:
+        courier.close(_GRACE_S)
     # Only when nobody can be in it: its memory goes away.
     for team in house:
         team.close()
