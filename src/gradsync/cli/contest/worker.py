@@ -119,12 +119,17 @@ class _Bench:
             self._truth.fill(entry.tensor)
             if setting.cache == COLD:
                 self._sweep.neg_()
-            seconds = watch(self._gate.arrive, entry.call)
+            seconds = self._time(watch, entry.call)
             entry.wrong += self._truth.count_wrong(entry.tensor)
             if setting.cache != COLD and self._nbytes <= _SMALL_NBYTES:
-                seconds = watch(self._gate.arrive, partial(_repeat, entry.call)) / _IN_A_ROW
+                seconds = self._time(watch, partial(_repeat, entry.call)) / _IN_A_ROW
             if number > 0:
                 entry.seconds.append(seconds)
+
+    def _time(self, watch: Clock, call: Call) -> float:
+        seconds = watch(self._gate.arrive, call)
+        self._gate.arrive()  # where ranks share cores, who is done would take one from who is not, for checking
+        return seconds
 
     def _num_rounds(self, round_s: float) -> int:
         if self._question.rounds is not None:
