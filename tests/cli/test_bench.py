@@ -196,7 +196,7 @@ def measure_broken_arms(question: str) -> list[dict[str, Any]]:
 
 
 def test_a_wrong_result_is_counted(run: Run) -> None:
-    question = Question((4096,), "fp32", ("gloo", "short", "once"), rounds=3)
+    question = Question((131072,), "fp32", ("gloo", "short", "once"), rounds=3)  # each call alone, and checked
     lines, elsewhere = run(measure_broken_arms, question.as_json())
     assert elsewhere == []
     assert lines[0]["memory_bandwidth"] > 0
