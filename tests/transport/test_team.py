@@ -131,6 +131,20 @@ def test_every_path_gives_the_reference_bits_around_every_border(ranks: int, run
     run(sum_every_way, torch.float32, 1, ranks=ranks)
 
 
+def stage_many_pieces() -> None:
+    with a_team() as team:
+        for number, nbytes in enumerate((9 << 20, (9 << 20) + 4, (5 << 20) - 4, 9 << 20)):
+            count = nbytes // 4
+            mine = data(dist.get_rank(), count)
+            by_worker(team, team.sum_op(mine, b"staged %d" % number))
+            assert torch.equal(mine, truth(count))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_more_pieces_than_a_window_has_slots_take_turns_in_them(ranks: int, run: Callable[..., Any]) -> None:
+    run(stage_many_pieces, ranks=ranks)
+
+
 def sum_other_dtypes() -> None:
     for dtype in (torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.int64):
         sum_every_way(dtype, 4)
