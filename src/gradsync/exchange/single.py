@@ -61,8 +61,8 @@ def all_reduce(
             _reduce(stand, parent, tensor, algorithm, op, card)
         except Cards as error:
             raise _disagreement(error.cards, stand) from None
-        except ValueError:
-            raise  # every rank came to it, before any data moved
+        except (ValueError, GradSyncError):
+            raise  # every rank came to it before any data moved; or the lane has said already who is to blame
         except BaseException:
             stand.give_up()  # Ctrl-C, say: nobody may go on from the middle of it
             raise
