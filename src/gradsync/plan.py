@@ -169,7 +169,10 @@ def _recipe(value: Any, kinds: dict[str, type]) -> dict[str, Any]:
 
 def _from_recipe(path: str | Path, key: str, recipe: Any, kinds: dict[str, type]) -> Any:
     if not isinstance(recipe, dict) or recipe.get("kind") not in list(kinds):
-        raise ValueError(f"{path}: [{key}] needs a kind, one of {', '.join(kinds)}, got {recipe!r}")
+        raise ValueError(
+            f"{path}: [{key}] needs a kind, one of {', '.join(kinds)}, got {recipe!r}; "
+            f'write a table: [{key}] and below it kind = "{next(iter(kinds))}"'
+        )
     arguments = {name: value for name, value in recipe.items() if name != "kind"}
     try:
         return kinds[recipe["kind"]](**arguments)

@@ -48,6 +48,8 @@ class Work:
 class Peers:
     """A liveness that shows what the test says, look by look; the last sight stays."""
 
+    hosts = ((0,), (1,), (2,))
+
     def __init__(self) -> None:
         self.state = INITIAL
         self.said: list[State] = []

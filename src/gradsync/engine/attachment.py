@@ -93,6 +93,8 @@ def attach_engine(
     except BaseException as error:
         # These all ranks come to together: nothing is under way.
         lane.close(together=error is refusal or isinstance(error, Disagreement | Misfit))
+        if isinstance(error, Misfit):
+            raise ValueError(str(error)) from None
         raise
     window = Window(plan.pace)
     travelling = Buffers(inventory.buffers if buffers == "broadcast" else [])

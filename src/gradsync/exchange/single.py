@@ -14,6 +14,7 @@ import torch.distributed as dist
 from gradsync.allreduce.choice import Algorithm
 from gradsync.allreduce.shared_memory import SharedMemory
 from gradsync.errors import Disagreement, GradSyncError
+from gradsync.exchange.exact import Exact
 from gradsync.exchange.standing import CARD_NBYTES, Standing, standing
 from gradsync.exchange.ways import Misfit
 from gradsync.kernels.library import CODES
@@ -56,15 +57,16 @@ def all_reduce(
         return tensor
     stand = standing(parent)
     with stand.turn:
+        stand.check("all_reduce")
         stand.lane.step += 1
         try:
             _reduce(stand, parent, tensor, algorithm, op, card)
         except Cards as error:
             raise _disagreement(error.cards, stand) from None
-        except (ValueError, GradSyncError):
-            raise  # every rank came to it before any data moved; or the lane has said already who is to blame
-        except BaseException:
-            stand.give_up()  # Ctrl-C, say: nobody may go on from the middle of it
+        except ValueError:
+            raise  # every rank came to it, before any data moved
+        except BaseException as error:
+            stand.give_up(error)  # Ctrl-C, say: nobody may go on from the middle of it
             raise
     return tensor
 
@@ -81,11 +83,14 @@ def shared_empty(
     if not all(isinstance(number, int) and number >= 0 for number in numbers):
         raise ValueError(f"shape must be a whole number of at least 0, or several, got {shape!r}")
     dtype = torch.get_default_dtype() if dtype is None else dtype
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch dtype, torch.float32 say, got {dtype!r}")
     parent = _members_group(group, "shared_empty")
     if parent.size() == 1:
         return torch.zeros(numbers, dtype=dtype)
     stand, numel = standing(parent), math.prod(numbers)
     with stand.turn:
+        stand.check("shared_empty")
         stand.lane.step += 1
         try:
             _compare(stand, _card(dtype, numbers, "shared_empty"))
@@ -104,30 +109,38 @@ def shared_empty(
 def _reduce(
     stand: Standing, parent: dist.ProcessGroup, tensor: torch.Tensor, algorithm: Algorithm | None, op: Op, card: bytes
 ) -> None:
+    """Which way it goes depends only on what the card says and all ranks share: they must go the same way."""
     lane = stand.lane
     scale = 1.0 / lane.groups.size if op == "mean" else 1.0
-    in_memory = lane.one_host and isinstance(algorithm, SharedMemory | None)
-    if in_memory and tensor.dtype in CODES and tensor.is_cpu and tensor.is_contiguous():
-        _reduce_in_memory(stand, tensor, card, scale)
-        return
-    alike = _compare(stand, card, tensor)
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    if not alike:
-        flat = flat.clone()  # some have it in shared memory and some do not: now nobody has
-    real = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-    if in_memory and real.dtype in CODES and real.is_cpu:
-        _reduce_in_memory(stand, real, card, scale)
+    if lane.one_host and tensor.is_cpu and isinstance(algorithm, SharedMemory | None):
+        flat = _flat(tensor)
+        _reduce_in_memory(stand, torch.view_as_real(flat) if flat.is_complex() else flat, card, scale)
     else:
+        alike = _compare(stand, card, tensor)
+        exact = _exact(stand, parent, tensor.device, algorithm)
+        flat = _flat(tensor)
+        if not alike:
+            flat = flat.clone()  # some have it in shared memory and some do not: now nobody has
         if scale != 1.0:
-            real.mul_(scale)  # first, as in a gradient's bucket: half types do not overflow
-        try:
-            exact = stand.exact(parent, tensor.device, algorithm)
-        except Misfit as error:
-            raise ValueError(str(error)) from None
-        lane.wait(exact.launch(real))
-    if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
+            flat.mul_(scale)  # first, as in a gradient's bucket: half types do not overflow
+        lane.wait(exact.launch(flat.view(-1)))
+    if flat.data_ptr() != tensor.data_ptr():
         with torch.no_grad():
-            tensor.copy_(flat.view(tensor.shape))
+            tensor.copy_(flat)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if its elements lie one after the other as they are, else a copy of which that is true."""
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor.detach()
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _exact(stand: Standing, parent: dist.ProcessGroup, device: torch.device, algorithm: Algorithm | None) -> Exact:
+    try:
+        return stand.exact(parent, device, algorithm)
+    except Misfit as error:
+        raise ValueError(str(error)) from None
 
 
 def _reduce_in_memory(stand: Standing, flat: torch.Tensor, card: bytes, scale: float) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from gradsync.allreduce.choice import Algorithm
+from gradsync.errors import GradSyncError
 from gradsync.exchange.exact import Exact
 from gradsync.policy import Guard
 from gradsync.transport.groups import group_timeout
@@ -29,6 +30,7 @@ class Standing:
         self.lane = open_lane(parent, Guard(), self._timeout)
         self.lane.open_team(CARD_NBYTES)
         self.turn = threading.Lock()  # calls of several threads go one after the other
+        self._gave_up: str | None = None
         self._exacts: dict[tuple[str, Algorithm | None], Exact] = {}
 
     def exact(self, parent: dist.ProcessGroup, device: torch.device, algorithm: Algorithm | None) -> Exact:
@@ -38,13 +40,24 @@ class Standing:
             self._exacts[key] = Exact(self.lane, parent, algorithm, [device], self._timeout + NET_S)
         return self._exacts[key]
 
-    def give_up(self) -> None:
+    def check(self, what: str) -> None:
+        """Refuse if an earlier call gave up: ranks no longer know where they are."""
+        if self._gave_up is not None:
+            raise GradSyncError(
+                f"{self.lane.place()} {what} cannot go on after an earlier call gave up ({self._gave_up}); "
+                "exit with an error, or destroy the process group and make a new one on every rank"
+            )
+
+    def give_up(self, error: BaseException) -> None:
         """This rank left something in its middle: the lane is of no more use, to anybody."""
-        self.lane.fail()
+        self._gave_up = type(error).__name__
+        if not isinstance(error, GradSyncError):  # otherwise the lane has said already who is to blame
+            self.lane.fail()
         if self.lane.team is not None:
             self.lane.team.abandon()
 
 
+_making = threading.Lock()
 _standing: weakref.WeakKeyDictionary[dist.ProcessGroup, Standing] = weakref.WeakKeyDictionary()
 
 
@@ -52,8 +65,11 @@ def standing(group: dist.ProcessGroup) -> Standing:
     """What stands ready for the members of `group`; every member calls this at once the first time."""
     found = _standing.get(group)
     if found is None:
-        found = _standing[group] = Standing(group)
-        weakref.finalize(group, _retire, found.lane)
+        with _making:  # threads may come to the first call at once
+            found = _standing.get(group)
+            if found is None:
+                found = _standing[group] = Standing(group)
+                weakref.finalize(group, _retire, found.lane)
     return found
 
 

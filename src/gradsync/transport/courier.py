@@ -31,7 +31,8 @@ class Courier:
         """Stop after what was handed over; a thread that is stuck in a backend is left to its fate."""
         if self._thread is not None:
             self._errands.put(None)
-            self._thread.join(timeout_s)
+            if self._thread is not threading.current_thread():  # the garbage collector may run anywhere
+                self._thread.join(timeout_s)
             self._thread = None
 
 

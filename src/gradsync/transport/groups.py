@@ -116,9 +116,10 @@ class Groups(NamedTuple):
 
     def add_data(self, parent: dist.ProcessGroup, device_types: list[str], timeout: float) -> None:
         """Make the channels for tensors of these kinds; every member must call this with the same ones."""
+        backends = {kind: _backend_for(parent, kind) for kind in device_types}
         before, store = connections(), _fresh_prefix(list(self.ranks))
-        for kind in device_types:
-            self.data[kind] = _make(store, kind, _backend_for(parent, kind), self.rank, self.size, timeout)
+        for kind, backend in backends.items():
+            self.data[kind] = _make(store, kind, backend, self.rank, self.size, timeout)
         self.wires.update(connections() - before)
 
     def close(self) -> None:
@@ -194,6 +195,8 @@ def _backend_for(group: dist.ProcessGroup, device_type: str) -> str:
     """The backend that `group` uses for tensors of this kind."""
     if device_type in ("cpu", MESSAGES):
         return "gloo"
+    if device_type not in {device.type for device in group._device_types}:
+        raise ValueError(f"this process group has no backend for {device_type} tensors; move the tensor, or add one")
     name = group._get_backend(torch.device(device_type)).name().lower()
     if name not in ("gloo", "nccl"):
         raise ValueError(f"gradsync speaks gloo and nccl, but this group uses {name} for {device_type} tensors")

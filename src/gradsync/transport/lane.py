@@ -268,7 +268,7 @@ class Lane:
                 self.global_ranks(others),
             ) from error
         took = f"waited {waited:.1f} s for {name}" if waited else f"waited for {name}"
-        network = "Look at the network between the hosts"
+        network = "Look at the network between the hosts" if len(self.hosts) > 1 else "Look at the other ranks' logs"
         if others:
             why = f"{took}: {who}. Look at what that rank does there"
         elif culprits:

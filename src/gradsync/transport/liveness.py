@@ -114,7 +114,8 @@ class Liveness:
         if self._state.phase not in (Phase.FAILED, Phase.LOST_PEER):
             self.at(self._state.step, Phase.LEFT)
         self._stop.set()
-        if self._thread.is_alive():
+        # The garbage collector may have us closed by any thread, this one too.
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
         if self._mailbox is not None:
             self._mailbox.close()
