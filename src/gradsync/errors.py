@@ -31,6 +31,10 @@ class BackwardAborted(GradSyncError):
     """A gradient arrived after its bucket had left; the step cannot be averaged any more."""
 
 
+class NotEnoughMemory(GradSyncError):
+    """Shared memory could not be reserved; the sentence says how much was needed."""
+
+
 class PeerFault(GradSyncError):
     """Some ranks did not take part; `ranks` says which."""
 

@@ -7,18 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import gradsync as gs
 from gradsync.exchange.standing import standing
+from netlab.lab_plays import ALGORITHMS
 from netlab.traffic import payload, sent
-
-ALGORITHMS = {
-    "ring": gs.ring(),
-    "tree": gs.tree(),
-    "halving_doubling": gs.halving_doubling(),
-    "hierarchical": gs.hierarchical(),
-}
 
 _CALLS = 3
 
@@ -67,21 +60,3 @@ def ask_for_shared_memory() -> str:
     finally:
         dist.destroy_process_group()
     return "nothing"
-
-
-def train(steps: int) -> tuple[list[float], float]:
-    """The weights after some steps with hierarchical(), and how far they are from the first ones."""
-    gs.init(timeout=30)
-    torch.manual_seed(dist.get_rank())  # replicas start apart: attach brings them together
-    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sync = gs.attach(model, optimizer, gs.Plan(algorithm=gs.hierarchical()))
-    first = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(16, 8)).square().mean().backward()
-        optimizer.step()
-    last = nn.utils.parameters_to_vector(model.parameters()).detach()
-    sync.detach()
-    dist.destroy_process_group()
-    return last.tolist(), float((last - first).norm())

@@ -19,14 +19,23 @@ def reduce_ones(numel: int) -> float:
     return float(tensor.sum())
 
 
-def train(steps: int) -> tuple[str, list[float], float]:
+ALGORITHMS = {
+    "ring": gs.ring(),
+    "tree": gs.tree(),
+    "halving_doubling": gs.halving_doubling(),
+    "hierarchical": gs.hierarchical(),
+}
+
+
+def train(steps: int, algorithm: str | None = None) -> tuple[str, list[float], float]:
     """The host as gradsync sees it, the weights after some steps, and how far they are from the first ones."""
     gs.init(timeout=30)
     rank = dist.get_rank()
     torch.manual_seed(rank)  # replicas start apart: attach brings them together
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sync = gs.attach(model, optimizer)
+    plan = gs.Plan(algorithm=None if algorithm is None else ALGORITHMS[algorithm])
+    sync = gs.attach(model, optimizer, plan)
     first = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
     for _ in range(steps):
         optimizer.zero_grad()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from gradsync.links import Hosts
-from netlab.algorithm_plays import ALGORITHMS, ask_for_shared_memory, reduce_and_count, train
+from netlab.algorithm_plays import ask_for_shared_memory, reduce_and_count
 from netlab.fixture import MakeLab
+from netlab.lab_plays import ALGORITHMS, train
 
 EQUAL, UNEQUAL = ((0, 1), (2, 3)), ((0,), (1, 2))
 NUMELS = [500_000, 1_000_000]  # of 4 bytes; the difference of the two has no control messages in it
@@ -53,6 +54,6 @@ def test_shared_memory_is_refused_between_hosts(lab: MakeLab) -> None:
 
 
 def test_training_across_hosts_keeps_replicas_equal(lab: MakeLab) -> None:
-    weights, moved = zip(*lab().spawn(train, [2, 2], 3), strict=True)
+    _, weights, moved = zip(*lab().spawn(train, [2, 2], 3, "hierarchical"), strict=True)
     assert weights[1:] == weights[:-1]
     assert min(moved) > 0

@@ -17,10 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gradsync.errors import NotEnoughMemory
 from gradsync.policy import Guard
 from gradsync.transport import segments
 from gradsync.transport.lane import Lane, open_lane
-from gradsync.transport.segments import NotEnoughMemory, Segment, allocate, available_nbytes
+from gradsync.transport.segments import Segment, allocate, available_nbytes
 
 PAGE = 4096
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from gradsync.transport.segments import NotEnoughMemory
+from gradsync.errors import NotEnoughMemory
 from gradsync.transport.team import Team
 
 _ALIGN_NBYTES = 4096

@@ -13,9 +13,9 @@ from typing import Protocol
 
 import torch
 
+from gradsync.errors import NotEnoughMemory
 from gradsync.exchange.rounds import stamp
 from gradsync.transport.lane import Lane
-from gradsync.transport.segments import NotEnoughMemory
 from gradsync.transport.tickets import Ticket
 
 _SLOT_NBYTES = 4 << 20

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Literal
 
@@ -13,13 +14,12 @@ import torch.distributed as dist
 
 from gradsync.allreduce.choice import Algorithm
 from gradsync.allreduce.shared_memory import SharedMemory
-from gradsync.errors import Disagreement, GradSyncError
+from gradsync.errors import Disagreement, GradSyncError, NotEnoughMemory
 from gradsync.exchange.exact import Exact
 from gradsync.exchange.standing import CARD_NBYTES, Standing, standing
 from gradsync.exchange.ways import Misfit
 from gradsync.kernels.library import CODES
 from gradsync.plan import check_algorithm
-from gradsync.transport.segments import NotEnoughMemory
 from gradsync.transport.team import PLACE, WORKER, Cards
 from gradsync.transport.tickets import OwnSum
 
@@ -56,18 +56,8 @@ def all_reduce(
     if parent.size() == 1:
         return tensor
     stand = standing(parent)
-    with stand.turn:
-        stand.check("all_reduce")
-        stand.lane.step += 1
-        try:
-            _reduce(stand, parent, tensor, algorithm, op, card)
-        except Cards as error:
-            raise _disagreement(error.cards, stand) from None
-        except ValueError:
-            raise  # every rank came to it, before any data moved
-        except BaseException as error:
-            stand.give_up(error)  # Ctrl-C, say: nobody may go on from the middle of it
-            raise
+    with _call(stand, "all_reduce"):
+        _reduce(stand, parent, tensor, algorithm, op, card)
     return tensor
 
 
@@ -88,22 +78,34 @@ def shared_empty(
     parent = _members_group(group, "shared_empty")
     if parent.size() == 1:
         return torch.zeros(numbers, dtype=dtype)
-    stand, numel = standing(parent), math.prod(numbers)
+    stand, nbytes = standing(parent), math.prod(numbers) * dtype.itemsize
+    team = stand.lane.team
+    with _call(stand, "shared_empty"):
+        _compare(stand, _card(dtype, numbers, "shared_empty"))
+        if team is not None:
+            try:
+                return team.allocate(nbytes)[:nbytes].view(dtype).view(numbers)
+            except NotEnoughMemory as error:
+                raise NotEnoughMemory(f"{error}; ask for less, or use a plain tensor") from None
+    why = stand.lane.lacks or "every rank of this group has a host of its own"
+    raise GradSyncError(f"there is no shared memory here: {why}; use a plain tensor")
+
+
+@contextmanager
+def _call(stand: Standing, what: str) -> Iterator[None]:
+    """One call after the other; what goes wrong in it is said, or ends the lane."""
     with stand.turn:
-        stand.check("shared_empty")
+        stand.check(what)
         stand.lane.step += 1
         try:
-            _compare(stand, _card(dtype, numbers, "shared_empty"))
+            yield
         except Cards as error:
-            raise _disagreement(error.cards, stand, "shared_empty") from None
-        team = stand.lane.team
-        if team is None:
-            why = stand.lane.lacks or "every rank of this group has a host of its own"
-            raise GradSyncError(f"there is no shared memory here: {why}; use a plain tensor")
-        try:
-            return team.allocate(numel * dtype.itemsize)[: numel * dtype.itemsize].view(dtype).view(numbers)
-        except NotEnoughMemory as error:
-            raise NotEnoughMemory(f"{error}; ask for less, or use a plain tensor") from None
+            raise _disagreement(error.cards, stand, what) from None
+        except (ValueError, NotEnoughMemory):
+            raise  # every rank came to it, before any data moved
+        except BaseException as error:
+            stand.give_up(error)  # Ctrl-C, say: nobody may go on from the middle of it
+            raise
 
 
 def _reduce(
@@ -203,7 +205,7 @@ def _card(dtype: torch.dtype, shape: Sequence[int], what: str) -> bytes:
     return text
 
 
-def _disagreement(cards: list[str], stand: Standing, what: str = "all_reduce") -> Disagreement:
+def _disagreement(cards: list[str], stand: Standing, what: str) -> Disagreement:
     lane = stand.lane
     members = lane.team.members if lane.one_host and lane.team is not None else range(lane.groups.size)
     ranks = lane.global_ranks(list(members))

@@ -13,6 +13,7 @@ from gradsync.allreduce.hierarchical import Hierarchical
 from gradsync.allreduce.native import Native
 from gradsync.allreduce.schedule import Recipe
 from gradsync.allreduce.shared_memory import SharedMemory
+from gradsync.errors import NotEnoughMemory
 from gradsync.exchange.levels import LevelRoute
 from gradsync.exchange.messages import MessageRoute
 from gradsync.exchange.pinned import HostRoute, PinnedRoute
@@ -21,7 +22,6 @@ from gradsync.links import Cluster
 from gradsync.transport.gauge import measure_across
 from gradsync.transport.groups import MESSAGES
 from gradsync.transport.lane import Lane
-from gradsync.transport.segments import NotEnoughMemory
 
 
 class Misfit(ValueError):

@@ -64,7 +64,6 @@ class Op(ctypes.Structure):
         ("finished_at", c_double),
         ("begun", c_int32),
         ("culprit", c_int32),
-        ("number", c_uint32),
         ("piece", c_uint32),
         ("step", c_uint32),
     )

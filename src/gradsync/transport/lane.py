@@ -30,15 +30,14 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from gradsync.errors import PeerLost, SyncTimeout, listed, place
-from gradsync.kernels.library import load
+from gradsync.errors import NotEnoughMemory, PeerLost, SyncTimeout, listed, place
+from gradsync.kernels.library import MAX_RANKS, load
 from gradsync.links import Hosts
 from gradsync.policy import Guard
 from gradsync.transport.courier import Courier
 from gradsync.transport.groups import Groups, make_groups
 from gradsync.transport.liveness import Liveness
 from gradsync.transport.page import Phase
-from gradsync.transport.segments import NotEnoughMemory
 from gradsync.transport.team import Team
 from gradsync.transport.tickets import Collective, Errand, Notice, Ticket
 from gradsync.transport.verdict import Sights, account, blame, is_lost, late, lost, stopped
@@ -97,6 +96,9 @@ class Lane:
         ranks share a host, `lacks` says why.
         """
         if self.groups.size == len(self.hosts):
+            return
+        if (most := max(map(len, self.hosts))) > MAX_RANKS:
+            self.lacks = f"{most} ranks share a host, and shared memory serves {MAX_RANKS} at most"
             return
         lacking = [rank for rank, has in enumerate(self.exchange(bytes([load() is not None]))) if not has[0]]
         if lacking:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from gradsync.errors import GradSyncError
+from gradsync.errors import NotEnoughMemory
 
 _NONCE_NBYTES = 16
 _CARD = struct.Struct("<?qq16s")  # reserved, pid, fd, nonce
@@ -29,10 +29,6 @@ _PAGE_NBYTES = mmap.PAGESIZE
 _MARGIN_NBYTES = 64 << 20  # left to everybody else
 
 Exchange = Callable[[bytes], list[bytes]]
-
-
-class NotEnoughMemory(GradSyncError):
-    """Shared memory could not be reserved; the sentence says how much was needed."""
 
 
 class Segment:

@@ -57,7 +57,7 @@ typedef struct {
     int32_t kind, dtype;
     double finished_at;
     int32_t begun, culprit;
-    uint32_t number, piece, step;
+    uint32_t piece, step;
 } op_t;
 
 typedef struct {
