@@ -16,8 +16,22 @@ paces = st.one_of(
     st.builds(gs.every_step),
     st.builds(gs.accumulate, st.integers(1, 10_000), st.integers(1, 8)),
 )
+compressors = st.sampled_from(
+    [
+        gs.bf16(),
+        gs.int8(),
+        gs.warmup(gs.across_hosts(gs.topk(0.01)), 100),
+        gs.by_parameter(
+            [gs.rule("*.bias", compress=None), gs.rule(dims=1, compress=gs.fp16())], default=gs.powersgd(4)
+        ),
+    ]
+)
+compressions = st.fixed_dictionaries({"compress": st.none()}) | st.fixed_dictionaries(
+    {"compress": compressors, "audit_every": st.none() | st.integers(1, 10_000)}
+)
 plans = st.builds(
-    gs.Plan,
+    lambda compression, **fields: gs.Plan(**compression, **fields),
+    compressions,
     algorithm=st.none()
     | st.sampled_from([gs.native(), gs.ring(), gs.halving_doubling(), gs.hierarchical(), gs.shared_memory()])
     | st.builds(gs.tree, st.integers(1, 64)),
@@ -51,7 +65,7 @@ def test_a_plan_cannot_be_changed() -> None:
 
 
 def test_the_default_plan_is_what_ddp_does() -> None:
-    assert gs.Plan() == gs.Plan(None, gs.every_step(), "backward", None, "mean")
+    assert gs.Plan() == gs.Plan(None, None, gs.every_step(), "backward", None, "mean", None)
 
 
 @pytest.mark.parametrize(
@@ -68,6 +82,17 @@ def test_the_default_plan_is_what_ddp_does() -> None:
         ({"pace": 4}, TypeError, "pace must be gs.every_step() or gs.accumulate(k), got 4"),
         ({"pace": gs.accumulate}, TypeError, "pace must be gs.every_step() or gs.accumulate(k), got "),
         ({"algorithm": "ring"}, TypeError, "algorithm must be None or one of gs.native(), gs.ring(), "),
+        ({"compress": "int8"}, TypeError, "got 'int8' (did you mean gs.int8()?)"),
+        ({"compress": gs.fp16}, TypeError, "compress must be None or one of gs.fp16(), gs.bf16(), gs.int8(), "),
+        ({"compress": []}, TypeError, "gs.topk(density), gs.randomk(density), gs.powersgd(rank), "),
+        (
+            {"compress": gs.int8(), "audit_every": 0},
+            ValueError,
+            "audit_every must be None or a whole number of at least",
+        ),
+        ({"compress": gs.int8(), "audit_every": 1.0}, ValueError, "got 1.0 (100: once in a hundred synchronizations)"),
+        ({"compress": gs.int8(), "audit_every": True}, ValueError, "whole number of at least 1, got True"),
+        ({"audit_every": 100}, ValueError, "leave it out, or say what compresses: compress=gs.int8()"),
     ],
 )
 def test_a_plan_that_makes_no_sense_is_refused(fields: dict[str, Any], kind: type[Exception], sentence: str) -> None:
@@ -86,7 +111,16 @@ def test_accumulate_takes_whole_numbers_from_one(value: Any) -> None:
 
 HOSTILE = {
     "unknown field": ("bucket_byte = 4096", "unknown plan field 'bucket_byte'"),
-    "unknown table": ("[compress]\nkind = 'fp16'", "unknown plan field 'compress'"),
+    "unknown table": ("[compression]\nkind = 'fp16'", "unknown plan field 'compression'"),
+    "unknown compressor": ("[compress]\nkind = 'zip'", "[compress] needs a kind, one of fp16, bf16, "),
+    "a compressor that is a word": ("compress = 'int8'", "[compress] needs a kind"),
+    "several compressors": ("[[compress]]\nkind = 'int8'", "[compress] needs a kind"),
+    "a foreign argument inside": (
+        "[compress]\nkind = 'warmup'\nsteps = 3\n[compress.inner]\nkind = 'sign'\nbits = 2",
+        "[compress.inner] sign does not take ['bits']; it takes block, feedback",
+    ),
+    "an audit of nothing": ("audit_every = 10", "audit_every=10 measures what compression loses, but compress is None"),
+    "an audit in words": ("audit_every = 'often'\n[compress]\nkind = 'int8'", "audit_every must be None or a whole"),
     "unknown pace": ("[pace]\nkind = 'sometimes'", "[pace] needs a kind, one of every_step, accumulate"),
     "unknown algorithm": ("[algorithm]\nkind = 'carrier_pigeon'", "[algorithm] needs a kind, one of native"),
     "no kind": ("[pace]\nk = 4", "[pace] needs a kind"),

@@ -14,6 +14,16 @@ from gradsync.allreduce.native import native
 from gradsync.allreduce.ring import ring
 from gradsync.allreduce.shared_memory import shared_memory
 from gradsync.allreduce.tree import tree
+from gradsync.compress.across import across_hosts
+from gradsync.compress.by_parameter import by_parameter, rule
+from gradsync.compress.cast import bf16, fp16
+from gradsync.compress.feedback import error_feedback
+from gradsync.compress.integers import int4, int8
+from gradsync.compress.powersgd import powersgd
+from gradsync.compress.randomk import randomk
+from gradsync.compress.sign import sign
+from gradsync.compress.topk import topk
+from gradsync.compress.warmup import warmup
 from gradsync.engine.attachment import attach
 from gradsync.engine.synchronizer import GradSync
 from gradsync.errors import (
@@ -48,16 +58,29 @@ __all__ = [
     "RankFailed",
     "SyncTimeout",
     "accumulate",
+    "across_hosts",
     "all_reduce",
     "attach",
+    "bf16",
+    "by_parameter",
+    "error_feedback",
     "every_step",
+    "fp16",
     "halving_doubling",
     "hierarchical",
     "init",
+    "int4",
+    "int8",
     "native",
+    "powersgd",
+    "randomk",
     "ring",
+    "rule",
     "shared_empty",
     "shared_memory",
+    "sign",
     "spawn",
+    "topk",
     "tree",
+    "warmup",
 ]

@@ -16,6 +16,9 @@ from gradsync.allreduce.native import Native
 from gradsync.allreduce.ring import Ring
 from gradsync.allreduce.shared_memory import SharedMemory
 from gradsync.allreduce.tree import Tree
+from gradsync.compress import recipes
+from gradsync.compress.arguments import check_compressor
+from gradsync.compress.choice import Compressor
 
 Overlap = Literal["none", "backward"]
 Combine = Literal["mean", "sum"]
@@ -79,23 +82,31 @@ class Plan:
     Args:
         algorithm: Which way the bytes travel: `native()` (the process group's own all-reduce), `ring()`, `tree()`,
             `halving_doubling()`, `hierarchical()` or `shared_memory()`. None: the fastest for this group and size.
+        compress: What travels: `fp16()`, `bf16()`, `int8()`, `int4()`, `sign()`, `topk(density)`, `randomk(density)`,
+            `powersgd(rank)`, or one of these in `error_feedback(c)`, `warmup(c, steps)`, `by_parameter(rules)`,
+            `across_hosts(c)`. None: gradients as they are.
         pace: How often. `every_step()` or `accumulate(k)`.
         overlap: When. "backward": while backward still computes. "none": after it.
         bucket_bytes: How much travels in one message. None: an eighth of the model, 4 to 25 MiB.
         combine: "mean" or "sum" over the ranks.
+        audit_every: Compare what compression delivers with the exact average once in so many synchronizations.
+            None: never.
 
     >>> Plan(pace=accumulate(4), bucket_bytes=1 << 20).pace
     Accumulate(k=4, backwards=1)
     """
 
     algorithm: Algorithm | None = None
+    compress: Compressor | None = None
     pace: Pace = field(default_factory=every_step)
     overlap: Overlap = "backward"
     bucket_bytes: int | None = None
     combine: Combine = "mean"
+    audit_every: int | None = None
 
     def __post_init__(self) -> None:
         check_algorithm(self.algorithm)
+        check_compress(self.compress)
         if not isinstance(self.pace, Pace):
             raise TypeError(f"pace must be gs.every_step() or gs.accumulate(k), got {self.pace!r}")
         if self.overlap not in get_args(Overlap):
@@ -108,6 +119,17 @@ class Plan:
                 raise TypeError(f"bucket_bytes must be a whole number or None, got {self.bucket_bytes!r}")
             if self.bucket_bytes < 1024:
                 raise ValueError(f"bucket_bytes must be at least 1024, got {self.bucket_bytes} (bytes, not megabytes)")
+        if self.audit_every is not None:
+            if not _is_int(self.audit_every) or self.audit_every < 1:
+                raise ValueError(
+                    f"audit_every must be None or a whole number of at least 1, got {self.audit_every!r} "
+                    "(100: once in a hundred synchronizations)"
+                )
+            if self.compress is None:
+                raise ValueError(
+                    f"audit_every={self.audit_every} measures what compression loses, but compress is None; "
+                    "leave it out, or say what compresses: compress=gs.int8()"
+                )
 
     def canonical(self) -> dict[str, Any]:
         """Plain data that says the same: what ranks compare and what a file holds."""
@@ -118,22 +140,18 @@ class Plan:
         }
         if self.algorithm is not None:
             table["algorithm"] = _recipe(self.algorithm, _ALGORITHMS)
+        if self.compress is not None:
+            table["compress"] = recipes.canonical(self.compress)
         if self.bucket_bytes is not None:
             table["bucket_bytes"] = self.bucket_bytes
+        if self.audit_every is not None:
+            table["audit_every"] = self.audit_every
         return table
 
     def save(self, path: str | Path) -> None:
         """Write the plan as TOML."""
-        scalars, tables = [], []
-        for key, value in self.canonical().items():
-            if isinstance(value, dict):
-                tables.append(f"\n[{key}]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in value.items()))
-            else:
-                scalars.append(f"{key} = {json.dumps(value)}\n")
-        Path(path).write_text(
-            "# A gradsync plan: gs.attach(model, opt, gs.Plan.load(path))\n" + "".join(scalars + tables),
-            encoding="utf-8",
-        )
+        lines = ["# A gradsync plan: gs.attach(model, opt, gs.Plan.load(path))", *_toml_lines(self.canonical())]
+        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -150,8 +168,10 @@ class Plan:
             if key in table:
                 table[key] = _from_recipe(path, key, table[key], kinds)
         try:
+            if "compress" in table:
+                table["compress"] = recipes.from_canonical(table["compress"])
             return cls(**table)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{path}: {error}") from None
 
 
@@ -160,6 +180,13 @@ def check_algorithm(algorithm: object) -> None:
     if algorithm is not None and not isinstance(algorithm, Algorithm):
         names = ", ".join(f"gs.{name}()" for name in _ALGORITHMS)
         raise TypeError(f"algorithm must be None or one of {names}, got {algorithm!r}")
+
+
+def check_compress(compress: object) -> None:
+    """Refuse what is none, and what two ranks could not compare."""
+    if compress is not None:
+        check_compressor("compress must be None or", compress)
+        recipes.canonical(compress)
 
 
 def _recipe(value: Any, kinds: dict[str, type]) -> dict[str, Any]:
@@ -182,6 +209,21 @@ def _from_recipe(path: str | Path, key: str, recipe: Any, kinds: dict[str, type]
         raise ValueError(f"{path}: {error}") from None
 
 
+def _toml_lines(table: dict[str, Any], path: str = "") -> list[str]:
+    """A table as TOML, its numbers and words before its tables, as the format wants it."""
+    lines, below = [], []
+    for key, value in table.items():
+        inside = f"{path}.{key}" if path else key
+        if isinstance(value, dict):
+            below += ["", f"[{inside}]", *_toml_lines(value, inside)]
+        elif isinstance(value, list):
+            for item in value:
+                below += ["", f"[[{inside}]]", *_toml_lines(item, inside)]
+        else:
+            lines.append(f"{key} = {json.dumps(value, ensure_ascii=False)}")
+    return lines + below
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -195,5 +237,6 @@ __all__ = [
     "Plan",
     "accumulate",
     "check_algorithm",
+    "check_compress",
     "every_step",
 ]

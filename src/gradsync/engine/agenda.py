@@ -13,6 +13,7 @@ import torch
 
 from gradsync.engine.bucket import Bucket, Entry, Layout
 from gradsync.exchange.memory import Allocate
+from gradsync.exchange.shipping import Shipping
 from gradsync.guard.header import Headers, Mark
 from gradsync.transport.lane import Lane
 
@@ -20,11 +21,14 @@ from gradsync.transport.lane import Lane
 class Agenda:
     """The buckets, their order, and what was learned about it."""
 
-    def __init__(self, entries: list[Entry], bucket_bytes: int | None, lane: Lane, allocate: Allocate) -> None:
+    def __init__(
+        self, entries: list[Entry], bucket_bytes: int | None, lane: Lane, allocate: Allocate, shipping: Shipping
+    ) -> None:
         self._entries = entries
         self._bucket_bytes = bucket_bytes
         self._lane = lane
         self._allocate = allocate
+        self._shipping = shipping
         self._names = [entry.name for entry in entries]
         self._order = list(reversed(range(len(entries))))
         self._held: set[int] = set()  # arrive more than once in a backward: leave at its end
@@ -77,8 +81,10 @@ class Agenda:
     def _lay_out(self, trainable: bytes) -> None:
         for entry in self._entries:
             entry.bucket = None
-        chosen = (self._entries[index] for index in self._order if trainable[index])
-        self._layout = Layout((e for e in chosen if not e.sparse), self._bucket_bytes, self._held, self._allocate)
+        chosen = [self._entries[index] for index in self._order if trainable[index] and not self._entries[index].sparse]
+        self._layout = Layout(chosen, self._bucket_bytes, self._held, self._allocate, self._shipping.choose)
+        # The first synchronization is exact: compressors begin when the order is known.
+        self._shipping.prepare([bucket.parcel for bucket in self._layout.buckets], compress=self.learned)
         # Those without a bucket: frozen now, or sparse.
         self.apart = [entry for entry in self._entries if entry.bucket is None]
         self._lane.describe = self._layout.describe

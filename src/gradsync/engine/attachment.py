@@ -17,6 +17,7 @@ from gradsync.engine.steps import Steps
 from gradsync.engine.synchronizer import GradSync
 from gradsync.errors import Disagreement
 from gradsync.exchange.exact import Exact
+from gradsync.exchange.shipping import Shipping, main_device, travelling_devices
 from gradsync.exchange.ways import Misfit
 from gradsync.guard.door import check_door
 from gradsync.guard.header import HEAD_NBYTES
@@ -88,7 +89,9 @@ def attach_engine(
         if refusal is not None:
             raise refusal
         lane.open_team(HEAD_NBYTES + len(inventory.entries))
-        exact = Exact(lane, parent, plan.algorithm, _devices(inventory), timeout + NET_S)
+        devices = _devices(inventory)
+        exact = Exact(lane, parent, plan.algorithm, travelling_devices(parent, devices, plan), timeout + NET_S)
+        shipping = Shipping(lane, parent, exact, plan, main_device(devices), timeout + NET_S, always)
         _start_alike(lane, inventory, optimizers)
     except BaseException as error:
         # These all ranks come to together: nothing is under way.
@@ -98,7 +101,7 @@ def attach_engine(
         raise
     window = Window(plan.pace)
     travelling = Buffers(inventory.buffers if buffers == "broadcast" else [])
-    reducer = Reducer(inventory.entries, lane, exact, plan, guard, travelling, window.k)
+    reducer = Reducer(inventory.entries, lane, exact, shipping, plan, guard, travelling, window.k)
     listens = always or lane.groups.size > 1 or window.k > 1 or guard.nonfinite != "allow"
     steps = Steps(model, optimizers, plan, reducer, window, inventory.ignored, listens)
     return GradSync(plan, optimizers, travelling, steps)

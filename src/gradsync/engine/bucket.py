@@ -1,8 +1,8 @@
 """Parameters and the flat buckets in which their gradients travel.
 
-Every bucket is one flat tensor of one dtype on one device. Inside it small gradients stand first and
-together, so that they are copied and scaled by two calls; a large one is copied by its own hook, while it
-is still in the cache.
+Every bucket is one flat tensor of one dtype on one device, which travels in one way. Inside it small gradients
+stand first and together, so that they are copied and scaled by two calls; a large one is copied by its own hook,
+while it is still in the cache.
 
     flat  │ small small small … │ large │ large │
             └── copied when ──┘   └ copied when the
@@ -13,16 +13,20 @@ is still in the cache.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 
 import torch
 
+from gradsync.compress.choice import EXACT, Choice, Param
 from gradsync.exchange.memory import Allocate, Form
+from gradsync.exchange.parcel import Item, Parcel
 from gradsync.guard.header import Mark
 
 _ALIGN_NBYTES = 64
 _LARGE_NBYTES = 1 << 16  # a CPU copies this much in less time than Python needs to ask for it
 _MIN_BUCKET, _MAX_BUCKET, _NUM_BUCKETS = 4 << 20, 25 << 20, 8
+
+Choose = Callable[[Param], Choice]
 
 
 class Entry:
@@ -57,6 +61,11 @@ class Entry:
         self.filled = False  # its gradient is in the bucket
         self.kept: torch.Tensor | None = None  # what stood in the bucket, in case no rank uses it
 
+    def item(self, start: int) -> Item:
+        """Where it lies in a flat tensor: from `start` on, with the parameter's strides."""
+        strides = torch.empty_like(self.param, device="meta").stride()
+        return Item(self.name, start, tuple(self.param.shape), strides)
+
     def take(self, scale: float) -> None:
         """Move the gradient into the bucket, scaled; `.grad` is None afterwards."""
         grad = self.param.grad
@@ -79,13 +88,16 @@ class Bucket:
     """A flat tensor and the parameters whose gradients fill it."""
 
     __slots__ = (
-        "_offsets", "_small_params", "_small_views", "entries", "flat", "form", "held", "index", "large", "missing",
-        "on_gpu", "small", "small_flat", "streams",
+        "_offsets", "_small_params", "_small_views", "choice", "entries", "flat", "form", "held", "index", "large",
+        "missing", "on_gpu", "parcel", "small", "small_flat", "streams",
     )  # fmt: skip
 
-    def __init__(self, index: int, entries: list[Entry], held: bool) -> None:
+    def __init__(self, index: int, entries: list[Entry], held: bool, choice: Choice) -> None:
         first = entries[0].param
+        if choice.codec is not None:
+            entries = sorted(entries, key=lambda entry: entry.param.shape)  # PowerSGD takes like shapes as one batch
         self.index = index
+        self.choice = choice
         self.held = held  # leaves only when backward has ended
         item = first.element_size()
         self.on_gpu = first.is_cuda
@@ -102,9 +114,10 @@ class Bucket:
         """Live in `flat`, which has this bucket's form."""
         self.flat = flat
         large = {entry.index for entry in self.large}
-        for entry, offset in zip(self.entries, self._offsets, strict=True):
-            strides = torch.empty_like(entry.param, device="meta").stride()
-            entry.view = flat.as_strided(entry.param.shape, strides, flat.storage_offset() + offset)
+        items = [entry.item(offset) for entry, offset in zip(self.entries, self._offsets, strict=True)]
+        self.parcel = Parcel(self.index, flat, items, self.choice)
+        for entry, item in zip(self.entries, items, strict=True):
+            entry.view = item.of(flat)
             entry.ptr = entry.view.data_ptr()
             entry.bucket = self
             entry.large = entry.index in large
@@ -223,13 +236,20 @@ class Bucket:
 class Layout:
     """All buckets, in the order in which every rank launches them."""
 
-    def __init__(self, entries: Iterable[Entry], bucket_bytes: int | None, held: set[int], allocate: Allocate) -> None:
+    def __init__(
+        self,
+        entries: Iterable[Entry],
+        bucket_bytes: int | None,
+        held: set[int],
+        allocate: Allocate,
+        choose: Choose = lambda param: EXACT,
+    ) -> None:
         """Every rank lays out at once: memory that ranks share is taken together."""
         entries = list(entries)
         limit = bucket_bytes or _default_limit(entries)
-        groups = _pack([e for e in entries if e.index not in held], limit)
-        late = _pack([e for e in entries if e.index in held], limit)
-        self.buckets = [Bucket(i, group, i >= len(groups)) for i, group in enumerate(groups + late)]
+        groups = _pack([e for e in entries if e.index not in held], limit, choose)
+        late = _pack([e for e in entries if e.index in held], limit, choose)
+        self.buckets = [Bucket(i, group, i >= len(groups), c) for i, (group, c) in enumerate(groups + late)]
         flats = allocate([bucket.form for bucket in self.buckets])
         for bucket, flat in zip(self.buckets, flats, strict=True):
             bucket.place(flat)
@@ -240,7 +260,7 @@ class Layout:
         return self.buckets[bucket].describe()
 
     def _hash(self) -> int:
-        plan = [(str(b.flat.dtype), b.flat.numel(), [e.index for e in b.entries]) for b in self.buckets]
+        plan = [(str(b.flat.dtype), b.flat.numel(), [e.index for e in b.entries], b.choice) for b in self.buckets]
         return zlib.crc32(repr(plan).encode())
 
 
@@ -250,22 +270,23 @@ def _default_limit(entries: list[Entry]) -> int:
     return min(max(total // _NUM_BUCKETS, _MIN_BUCKET), _MAX_BUCKET)
 
 
-def _pack(entries: list[Entry], limit: int) -> list[list[Entry]]:
-    """Cut the order into buckets of one dtype and device, each closed when it reaches `limit` bytes.
+def _pack(entries: list[Entry], limit: int, choose: Choose) -> list[tuple[list[Entry], Choice]]:
+    """Cut the order into buckets of one dtype, device and choice, each closed when it reaches `limit` bytes.
 
     Buckets stand in the order in which they get full.
     """
-    closed: list[list[Entry]] = []
-    open_: dict[tuple[torch.dtype, torch.device], list[Entry]] = {}
-    nbytes: dict[tuple[torch.dtype, torch.device], int] = {}
+    closed: list[tuple[list[Entry], Choice]] = []
+    open_: dict[tuple[torch.dtype, torch.device, Choice], list[Entry]] = {}
+    nbytes: dict[tuple[torch.dtype, torch.device, Choice], int] = {}
     for entry in entries:
-        kind = (entry.param.dtype, entry.param.device)
+        choice = choose(entry.item(0).param._replace(dtype=entry.param.dtype))
+        kind = (entry.param.dtype, entry.param.device, choice)
         open_.setdefault(kind, []).append(entry)
         nbytes[kind] = nbytes.get(kind, 0) + entry.param.numel() * entry.param.element_size()
         if nbytes[kind] >= limit:
-            closed.append(open_.pop(kind))
+            closed.append((open_.pop(kind), choice))
             nbytes[kind] = 0
-    return closed + list(open_.values())
+    return closed + [(group, kind[2]) for kind, group in open_.items()]
 
 
 def _offsets(sizes: list[int], item: int) -> tuple[list[int], int]:

@@ -29,6 +29,7 @@ from gradsync.engine.verdict import Verdict, nonfinite, step_verdict
 from gradsync.engine.weighting import Weighting
 from gradsync.errors import BackwardAborted, Disagreement, NonFinite
 from gradsync.exchange.exact import Exact
+from gradsync.exchange.shipping import Shipping
 from gradsync.guard.calls import check_same_call, launch_header
 from gradsync.guard.header import Flag, Head, Headers, Mark
 from gradsync.plan import Plan
@@ -44,12 +45,21 @@ class Reducer:
     """Runs one synchronization after the other."""
 
     def __init__(
-        self, entries: list[Entry], lane: Lane, exact: Exact, plan: Plan, guard: Guard, buffers: Buffers, k: int
+        self,
+        entries: list[Entry],
+        lane: Lane,
+        exact: Exact,
+        shipping: Shipping,
+        plan: Plan,
+        guard: Guard,
+        buffers: Buffers,
+        k: int,
     ) -> None:
         self.entries = entries
         self.lane = lane
         self.recorder = Recorder()
-        self.agenda = Agenda(entries, plan.bucket_bytes, lane, exact.allocate)
+        self.shipping = shipping
+        self.agenda = Agenda(entries, plan.bucket_bytes, lane, exact.allocate, shipping)
         self.weighting = Weighting(lane.groups.size, k, plan.combine)
         self._exact = exact
         self._plan = plan
@@ -209,13 +219,14 @@ class Reducer:
     def _launch_buckets(self) -> None:
         for bucket in self.agenda.buckets[self._next :]:
             self._launch(bucket)
+        self.shipping.flush()
 
     def _launch(self, bucket: Bucket) -> None:
         bucket.complete(self.marks, self._scale)
         if self._guard.nonfinite != "allow" and self._nonfinite < 0 and not bool(bucket.flat.sum().isfinite()):
             self._find_nonfinite((entry, entry.view) for entry in bucket.entries)
         self.lane.at(Phase.BACKWARD, bucket.index)
-        self._tickets.append(self._exact.launch(bucket.flat, bucket.index))
+        self._tickets.append(self.shipping.launch(bucket.parcel))
         self._next += 1
 
     def _launch_header(self, micro_batches: int, flags: Flag) -> None:
@@ -278,12 +289,6 @@ class Reducer:
         self._standing = []
 
     # Small facts
-
-    def wire(self) -> tuple[int, str]:
-        """The bytes that this rank sends over a network in a step, and by which algorithms."""
-        routes = [(bucket, self._exact.route(bucket.form)) for bucket in self.agenda.buckets]
-        sent = sum(bucket.nbytes * route.wire_share for bucket, route in routes)
-        return round(sent), "+".join(sorted({route.name for _, route in routes}))
 
     def _on_device(self) -> bool:
         """Whether the host only queues the waiting, and a device does it."""

@@ -123,7 +123,9 @@ def broadcast_optimizer(lane: Lane, optimizer: Optimizer, source: int) -> list[s
 
 def _launch_broadcast(lane: Lane, tensors: list[torch.Tensor], source: int, what: str) -> tuple[torch.Tensor, Ticket]:
     flat = torch.cat([_bytes_of(tensor) for tensor in tensors])
-    channel = lane.groups.data.get(flat.device.type, lane.groups.control)
+    data = lane.groups.data.get(flat.device.type)
+    # Gloo: not on the channel for data, where a thread of the exchange may be launching at the same time.
+    channel = lane.groups.control if data is None or data.on_host else data
     ticket = lane.launch(lambda: channel.broadcast(flat, source), what, flat.numel(), on_host=channel.on_host)
     return flat, ticket
 

@@ -144,8 +144,8 @@ class GradSync:
     def stats(self) -> dict[str, float | int | str | None]:
         """What the last steps cost: medians, as a flat dict; docs/stats.md explains each key."""
         stats = self._reducer.recorder.stats()
-        stats["sent_nbytes"], stats["algorithm"] = self._reducer.wire() if stats["nbytes"] else (0, None)
-        return stats
+        stats["sent_nbytes"], stats["algorithm"] = self._reducer.shipping.wire() if stats["nbytes"] else (0, None)
+        return stats | self._reducer.shipping.tally.stats()
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to continue to the bit; local, without communication."""

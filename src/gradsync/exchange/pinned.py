@@ -8,13 +8,13 @@ Gloo's own way would stage the whole tensor and send it through loopback.
 
 from __future__ import annotations
 
-import weakref
 from typing import Protocol
 
 import torch
 
 from gradsync.errors import NotEnoughMemory
 from gradsync.exchange.rounds import stamp
+from gradsync.exchange.staging import pin
 from gradsync.transport.lane import Lane
 from gradsync.transport.tickets import Ticket
 
@@ -88,13 +88,6 @@ def _pinned_slots(lane: Lane) -> list[torch.Tensor]:
         except NotEnoughMemory:
             pass
         else:
-            # Best effort: copies from memory that is not registered work too, only slower.
-            torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
-            weakref.finalize(lane, _unregister, memory)
+            pin(memory, lane)
             return list(memory[: _NUM_SLOTS * _SLOT_NBYTES].split(_SLOT_NBYTES))
     return [torch.empty(_SLOT_NBYTES, dtype=torch.uint8, pin_memory=True) for _ in range(_NUM_SLOTS)]
-
-
-def _unregister(memory: torch.Tensor) -> None:
-    """Before it is unmapped: the finalizer held it until now."""
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

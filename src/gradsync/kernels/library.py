@@ -89,6 +89,8 @@ def _declare(library: ctypes.CDLL) -> None:
         ("use_level", c_int, c_char_p),
         ("level", c_char_p),
         ("sum", None, c_void_p, c_int, c_void_p, c_int, c_uint64, c_int, c_double),
+        ("encode_blocks", None, *[c_int] * 4, *[c_void_p] * 3, c_uint64, c_void_p, c_uint32),
+        ("decode_blocks", None, c_int, c_int, c_void_p, c_int, c_uint64, c_void_p, c_uint64, c_void_p),
         ("op_nbytes", c_uint64),
         ("arena_nbytes", c_uint64, c_int, numbers, numbers),
         ("open", c_void_p, c_int, c_int, c_void_p, POINTER(c_int), numbers, numbers, c_int),

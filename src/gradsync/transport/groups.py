@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
+    AllToAllOptions,
     BroadcastOptions,
     PrefixStore,
     ProcessGroupGloo,
@@ -41,7 +42,7 @@ from torch._C._distributed_c10d import (
 from gradsync.errors import SyncTimeout, listed, place
 from gradsync.transport.wires import connections
 
-MESSAGES = "messages"
+MESSAGES, HOUSE, BRIDGE = "messages", "house", "bridge"
 _POLL_S = 0.01
 
 
@@ -72,6 +73,12 @@ class Channel:
         options = AllgatherOptions()
         options.asyncOp = True
         return self._backend.allgather([list(rows)], [row], options)
+
+    def trade(self, rows: torch.Tensor, mine: torch.Tensor) -> Work:
+        """Give each member its equal part of `mine`, in order; fill `rows` with what each gives to us, by index."""
+        options = AllToAllOptions()
+        options.asyncOp = True
+        return self._backend.alltoall_base(rows.view(-1), mine, [], [], options)
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         """Start sending `tensor` to the member with index `dst`; inside a `batch`, what it returns is no work."""
@@ -104,7 +111,8 @@ class Groups(NamedTuple):
     """One gloo channel for control, one channel per device type for data, and who we are in them.
 
     Among the data channels `MESSAGES` is one for sends and receives alone: the lane's thread uses it, while
-    other threads issue collectives on the others.
+    other threads issue collectives on the others. `HOUSE` is one among the ranks of each host, `BRIDGE` one among
+    the first ranks of all hosts.
     """
 
     rank: int  # index in the group
@@ -120,6 +128,20 @@ class Groups(NamedTuple):
         before, store = connections(), _fresh_prefix(list(self.ranks))
         for kind, backend in backends.items():
             self.data[kind] = _make(store, kind, backend, self.rank, self.size, timeout)
+        self.wires.update(connections() - before)
+
+    def add_part(
+        self, parent: dist.ProcessGroup, name: str, members: list[int], device_type: str, timeout: float
+    ) -> None:
+        """Make a channel among some, by index; every member of the group calls this, with the part it belongs to.
+
+        Parts of one name do not overlap. Who brings an empty one only keeps count.
+        """
+        backend = _backend_for(parent, device_type)
+        before, store = connections(), _fresh_prefix(list(self.ranks))
+        if members:
+            part = PrefixStore(f"part-{members[0]}", store)
+            self.data[name] = _make(part, name, backend, members.index(self.rank), len(members), timeout)
         self.wires.update(connections() - before)
 
     def close(self) -> None:
@@ -201,6 +223,11 @@ def _backend_for(group: dist.ProcessGroup, device_type: str) -> str:
     if name not in ("gloo", "nccl"):
         raise ValueError(f"gradsync speaks gloo and nccl, but this group uses {name} for {device_type} tensors")
     return name
+
+
+def is_on_host(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Whether collectives of such tensors block the host (gloo), or run on a stream (nccl)."""
+    return _backend_for(group, device_type) == "gloo"
 
 
 def group_timeout(group: dist.ProcessGroup) -> float:

@@ -20,6 +20,7 @@ Note [Waiting]
 from __future__ import annotations
 
 import os
+import threading
 import time
 import warnings
 import weakref
@@ -64,6 +65,7 @@ class Lane:
         self._guard = guard
         self._timeout = timeout
         self._under_way: deque[Ticket] = deque()  # oldest first: an error names the first bucket among them
+        self._joining = threading.Lock()  # a thread of the exchange launches too
         self._couriers = [Courier()]
         self._house: list[Team] = []  # our team, where there is one
         self.has_library = True  # the C library, on every rank
@@ -128,9 +130,10 @@ class Lane:
 
     def follow(self, ticket: Ticket) -> Ticket:
         """Know of what somebody else has launched: an error may name it, and at the end it is not left alone."""
-        while self._under_way and self._under_way[0].succeeded:
-            self._under_way.popleft()
-        self._under_way.append(ticket)
+        with self._joining:
+            while self._under_way and self._under_way[0].succeeded:
+                self._under_way.popleft()
+            self._under_way.append(ticket)
         return ticket
 
     def send(self, run: Callable[[], None], what: str, nbytes: int, bucket: int = -1) -> Errand:
@@ -174,7 +177,7 @@ class Lane:
     @property
     def idle(self) -> bool:
         """Whether nothing is under way."""
-        return all(ticket.landed(0) for ticket in self._under_way)
+        return all(ticket.landed(0) for ticket in list(self._under_way))
 
     def close(self, together: bool) -> None:
         """Leave; `together` if all ranks came to this, so that nothing is under way."""
@@ -292,7 +295,7 @@ class Lane:
 
     def _stuck(self, what: str, bucket: int) -> tuple[int, str]:
         """The oldest bucket that has not come through, or else what is being waited for; with its name."""
-        stuck = next((t.bucket for t in self._under_way if t.bucket >= 0 and not t.succeeded), bucket)
+        stuck = next((t.bucket for t in list(self._under_way) if t.bucket >= 0 and not t.succeeded), bucket)
         return stuck, self.describe(stuck) if stuck >= 0 else what
 
 
@@ -303,9 +306,9 @@ def _abandon(under_way: deque[Ticket], groups: Groups, house: list[Team], courie
         return
     for team in house:
         team.abort()
-    if not all(ticket.landed(0) for ticket in under_way):
+    if not all(ticket.landed(0) for ticket in list(under_way)):
         cut(groups.wires)
-        for ticket in under_way:
+        for ticket in list(under_way):
             ticket.landed(_GRACE_S)
     for courier in couriers:
         courier.close(_GRACE_S)

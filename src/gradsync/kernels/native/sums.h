@@ -16,4 +16,7 @@ typedef void (*sum_t)(const void *const *in, int num_in, void *const *out, int n
 size_t item_nbytes(int dtype);
 sum_t sum_of(int dtype);
 
+/* The name of the instruction set in use, for whoever has levels too: "portable", "avx2" or "avx512". */
+const char *gradsync_level(void);
+
 #endif

@@ -1,0 +1,38 @@
+"""The model: the demo's transformer, in two sizes."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import nn
+
+from gradsync.cli.story.model import CharTransformer, Shape, loss_of
+
+SIZES = {
+    "large": Shape(layers=6, width=384, heads=6, context=64, batch=4),  # 10.8 million parameters
+    "small": Shape(layers=4, width=192, heads=6, context=64, batch=4),  # 1.8 million
+}
+
+
+def build(shape: Shape, seed: int) -> CharTransformer:
+    """The same weights for a seed, in every arm and on every rank."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return CharTransformer(shape)
+
+
+def adamw(model: nn.Module, lr: float = 1e-3) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=lr)
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+    """Nats per character."""
+    return loss_of(model, batch).item()
+
+
+def digest(model: nn.Module) -> str:
+    """Of the weights: replicas that are the same have the same one."""
+    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).cpu()
+    return hashlib.blake2b(flat.numpy().tobytes(), digest_size=8).hexdigest()

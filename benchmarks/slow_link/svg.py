@@ -1,0 +1,61 @@
+"""What the pictures share: a page that is light or dark as its reader is, and a color for every arm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from slow_link.arms import ARMS
+
+# 17 arms: the families by hue, so that neighbours in the key differ.
+_COLORS = (
+    ("#777777", "#aaaaaa"),
+    ("#c62828", "#ef9a9a"),
+    ("#ad1457", "#f48fb1"),
+    ("#c75b00", "#ffb74d"),
+    ("#6d4c41", "#bcaaa4"),
+    ("#e53935", "#ff8a80"),
+    ("#1565c0", "#64b5f6"),
+    ("#5e35b1", "#b39ddb"),
+    ("#00838f", "#4dd0e1"),
+    ("#0277bd", "#81d4fa"),
+    ("#2e7d32", "#81c784"),
+    ("#827717", "#dce775"),
+    ("#3949ab", "#9fa8da"),
+    ("#8e24aa", "#ce93d8"),
+    ("#00695c", "#80cbc4"),
+    ("#ef6c00", "#ffcc80"),
+    ("#455a64", "#b0bec5"),
+)
+_STYLE = """
+.page { fill: #fff } text { font: 12px sans-serif; fill: #333 } .title { font-size: 14px; font-weight: bold }
+.grid { stroke: #e0e4ea } .floor { stroke: #777; stroke-width: 1.5; stroke-dasharray: 6 4 } .spread { stroke: #333 }
+.series { fill: none; stroke-width: 2 } .x { text-anchor: middle } .y { text-anchor: end }
+"""
+_DARK_STYLE = """
+.page { fill: #14171c } text { fill: #d5dae2 } .grid { stroke: #2c323b } .floor { stroke: #aaa } .spread { stroke: #d5dae2 }
+"""
+
+
+def page(width: int, height: int, title: str, left: int, parts: Iterable[str]) -> str:
+    """A whole SVG that needs nothing else."""
+    light, dark = ("\n".join(_colors(side)) for side in (0, 1))
+    style = f"{_STYLE}{light}\n@media (prefers-color-scheme: dark) {{{_DARK_STYLE}{dark}}}"
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}">',
+            f"<style>{style}</style>",
+            '<rect class="page" width="100%" height="100%"/>',
+            f'<text class="title" x="{left}" y="26">{title}</text>',
+            *parts,
+            "</svg>\n",
+        ]
+    )
+
+
+def number(arm: str) -> int:
+    """Of its color: `s3` as a line, `f3` as an area. The same in every picture."""
+    return list(ARMS).index(arm) % len(_COLORS)
+
+
+def _colors(side: int) -> Iterator[str]:
+    return (f".s{i} {{ stroke: {pair[side]} }} .f{i} {{ fill: {pair[side]} }}" for i, pair in enumerate(_COLORS))

@@ -1,0 +1,189 @@
+"""Blocks of a bucket, and where their codes lie in a payload. The family of codecs that code block by block.
+
+    bucket     │ param a ───────────────────── │ param b ── │
+    blocks     │ a0 │ a1 │ a2 │ a3 │ a4 (short)│ b0 │ b1    │     none crosses a parameter's border
+    runs       │ a0   a1   a2 │ a3   a4        │ b0 │ b1    │     here for two owners: as equal as possible
+    owner      │ 1            │ 0              │ 0  │ 1     │     (run + crc32(name)) % 2
+    payload    │ heads a3 a4 b0 │ bodies a3 a4 b0 │ heads a0 a1 a2 b1 │ bodies a0 a1 a2 b1 │
+               │ part 0                           │ part 1                                 │
+
+Borders of blocks, owners and numbers of parameters depend on the parameter alone, so that a parameter's result
+is the same, bit by bit, in whatever bucket it travels.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gradsync.compress.choice import Choice, Param, if_real
+from gradsync.compress.keys import number_of
+from gradsync.kernels.blocks import ALIGN_NBYTES, BODY, HEAD, KEPT, BlockTable, Code
+
+MIN_BLOCK = 32
+_INT32_END = 1 << 31
+_WAY_OUT = "make bucket_bytes smaller"
+_IN_PAYLOAD = np.isin(np.arange(KEPT + 1), (HEAD, BODY)).astype(np.int64)  # the columns that move with a part
+
+Ints = npt.NDArray[np.int64]
+
+
+class BlockCodec(ABC):
+    """Codes each block by itself: a head (a scale, or indices) and a body."""
+
+    name: ClassVar[str]
+    summable: ClassVar[bool] = False
+    block: int
+
+    @abstractmethod
+    def code(self) -> Code:
+        """What the kernels are told."""
+
+    @abstractmethod
+    def head_nbytes(self, length: int) -> int:
+        """The bytes of a block's head, a multiple of 4."""
+
+    @abstractmethod
+    def body_nbytes(self, length: int) -> int:
+        """The bytes of a block's body, a multiple of 16."""
+
+    def kept(self, length: int) -> int:
+        """How many elements of a block are sent by index; 0: all of them, without."""
+        return 0
+
+    def key(self, step: int, salt: int = 0) -> int:
+        """What rounding at random draws from; see `keys.key_of`."""
+        return 0
+
+    def choose(self, param: Param) -> Choice:
+        return if_real(self, param)
+
+    def nbytes(self, param: Param) -> int:
+        num_whole, rest = divmod(param.numel, self.block)
+        blocks = [(num_whole, self.block), (1, rest)] if rest else [(num_whole, self.block)]
+        heads = sum(count * self.head_nbytes(length) for count, length in blocks)
+        return align(heads) + sum(count * self.body_nbytes(length) for count, length in blocks)
+
+
+class Span(NamedTuple):
+    """A parameter's place in a bucket's flat tensor."""
+
+    name: str
+    start: int
+    numel: int
+
+
+class Parts(NamedTuple):
+    """A bucket's blocks, divided among owners."""
+
+    whole: BlockTable  # all parts, one after the other
+    parts: tuple[BlockTable, ...]  # each owner's, in bytes from the beginning of its part
+    part_nbytes: int  # all parts of a payload are as long as the longest: so they can be traded and gathered
+
+
+class Blocks(NamedTuple):
+    """A row of numbers per block."""
+
+    start: Ints  # its first element in the flat tensor
+    length: Ints
+    first: Ints  # its first element in the parameter
+    param: Ints  # `number_of` the parameter
+    ordinal: Ints  # which of the parameter's blocks it is
+    num_blocks: Ints  # and of how many
+    head_nbytes: Ints
+    body_nbytes: Ints
+    kept: Ints
+
+    def take(self, which: Ints | slice) -> Blocks:
+        return Blocks(*(column[which] for column in self))
+
+
+def partition(codec: BlockCodec, spans: Sequence[Span], num_parts: int, device: torch.device | str = "cpu") -> Parts:
+    """Divide a bucket's blocks among `num_parts` owners.
+
+    >>> from gradsync.compress.integers import Int8
+    >>> parts = partition(Int8(block=256), [Span("weight", 0, 1000), Span("bias", 1024, 10)], num_parts=2)
+    >>> [len(part.rows) for part in parts.parts], parts.part_nbytes, parts.whole.nbytes
+    ([2, 3], 544, 1088)
+    """
+    if any(span.start + span.numel >= _INT32_END for span in spans):
+        raise ValueError(f"a bucket of {codec.name} must have less than 2^31 elements; {_WAY_OUT}")
+    blocks = blocks_of(codec, spans)
+    owner = owners(blocks, num_parts)
+    order = np.argsort(owner, kind="stable")
+    borders = np.searchsorted(owner[order], np.arange(num_parts + 1)).tolist()
+    parts = [build_rows(blocks.take(order[first:last])) for first, last in pairwise(borders)]
+    part_nbytes = max(nbytes for _, nbytes in parts)
+    whole_nbytes = num_parts * part_nbytes
+    if whole_nbytes >= _INT32_END:
+        raise ValueError(f"a payload of {codec.name} must have less than 2^31 bytes, got {whole_nbytes}; {_WAY_OUT}")
+    begins = np.arange(num_parts) * part_nbytes
+    rows = np.concatenate([part for part, _ in parts])
+    whole = _on(device, rows + np.repeat(begins, np.diff(borders))[:, None] * _IN_PAYLOAD)
+    split = _on(device, rows).split(np.diff(borders).tolist())
+    tables = (BlockTable(part, nbytes) for part, (_, nbytes) in zip(split, parts, strict=True))
+    return Parts(BlockTable(whole, whole_nbytes), tuple(tables), part_nbytes)
+
+
+def build_table(codec: BlockCodec, spans: Sequence[Span], device: torch.device | str = "cpu") -> BlockTable:
+    """One table of all blocks, in the order of the bucket: what `partition` makes for a single owner."""
+    return partition(codec, spans, 1, device).whole
+
+
+def blocks_of(codec: BlockCodec, spans: Sequence[Span]) -> Blocks:
+    """The blocks of each parameter, in the order of the bucket."""
+    start = np.array([span.start for span in spans], np.int64)
+    numel = np.array([span.numel for span in spans], np.int64)
+    param = np.array([number_of(span.name) for span in spans], np.int64)
+    num_blocks = -(-numel // codec.block)
+    of = np.repeat(np.arange(len(spans)), num_blocks)
+    ordinal = np.arange(len(of)) - np.repeat(np.cumsum(num_blocks) - num_blocks, num_blocks)
+    first = ordinal * codec.block
+    length = np.minimum(codec.block, numel[of] - first)
+    # Few lengths differ: whole blocks, and each parameter's last one.
+    lengths, which = np.unique(length, return_inverse=True)
+    sizes = [(codec.head_nbytes(n), codec.body_nbytes(n), codec.kept(n)) for n in lengths.tolist()]
+    head, body, kept = np.array(sizes, np.int64).reshape(-1, 3)[which].T
+    return Blocks(start[of] + first, length, first, param[of], ordinal, num_blocks[of], head, body, kept)
+
+
+def owners(blocks: Blocks, num_parts: int) -> Ints:
+    """Who sums up each block: a parameter's blocks in runs as equal as possible, the longer ones first."""
+    size, num_longer = np.divmod(blocks.num_blocks, num_parts)
+    in_longer = num_longer * (size + 1)
+    run = np.where(
+        blocks.ordinal < in_longer,
+        blocks.ordinal // (size + 1),
+        num_longer + (blocks.ordinal - in_longer) // np.maximum(size, 1),
+    )
+    # Begin elsewhere for each parameter: the many that have a single block would all fall to owner 0.
+    return (run + blocks.param) % num_parts
+
+
+def build_rows(blocks: Blocks) -> tuple[Ints, int]:
+    """The rows of a `BlockTable`, as int64, and the bytes of their payload."""
+    bodies_begin = align(int(blocks.head_nbytes.sum()))
+    head = np.cumsum(blocks.head_nbytes) - blocks.head_nbytes
+    body = np.cumsum(blocks.body_nbytes) - blocks.body_nbytes + bodies_begin
+    rows = np.stack([blocks.start, blocks.length, head, body, blocks.first, blocks.param, blocks.kept], axis=1)
+    return rows, bodies_begin + int(blocks.body_nbytes.sum())
+
+
+def align(nbytes: int, to: int = ALIGN_NBYTES) -> int:
+    """Rounded up.
+
+    >>> align(1), align(16), align(6, 4)
+    (16, 16, 8)
+    """
+    return -(-nbytes // to) * to
+
+
+def _on(device: torch.device | str, rows: Ints) -> torch.Tensor:
+    # By way of uint32: the number of a parameter has 32 bits.
+    return torch.from_numpy(rows.astype(np.uint32).view(np.int32)).to(device)

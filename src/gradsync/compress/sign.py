@@ -1,0 +1,44 @@
+"""Signs: one bit per element and the mean size of each block. A thirty-second of fp32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gradsync.compress.arguments import check_block
+from gradsync.compress.blocks import MIN_BLOCK, BlockCodec, align
+from gradsync.compress.choice import Compressor
+from gradsync.compress.feedback import with_feedback
+from gradsync.kernels.blocks import MAX_BLOCK, Code, Method
+
+
+@dataclass(frozen=True)
+class Sign(BlockCodec):
+    """See `sign`."""
+
+    name: ClassVar[str] = "sign"
+
+    block: int = 1024
+
+    def __post_init__(self) -> None:
+        check_block("sign", self.block, MIN_BLOCK, MAX_BLOCK)
+
+    def code(self) -> Code:
+        return Code(Method.SIGN, self.block)
+
+    def head_nbytes(self, length: int) -> int:
+        return 4
+
+    def body_nbytes(self, length: int) -> int:
+        return align(-(-length // 8))
+
+
+def sign(block: int = 1024, feedback: bool = True) -> Compressor:
+    """Each element's sign, times the mean of |element| over its block. Without feedback it does not converge.
+
+    >>> from gradsync.compress.choice import Param
+    >>> weight = Param("weight", (1024, 1024))
+    >>> sign().choose(weight).nbytes(weight), weight.nbytes
+    (135168, 4194304)
+    """
+    return with_feedback("sign", Sign(block), feedback)

@@ -1,0 +1,140 @@
+"""The desk: runs the journeys of buckets, several at a time, in an order that depends on the buckets' order alone.
+
+A journey is a generator: it encodes, launches a round, yields the ticket, goes on when the round is over. Whenever
+a bucket begins its journey, every one that is under way goes one round further, oldest first; at the end of the
+step the rest is done. So ranks launch the same rounds in the same order, however fast each is:
+
+    bucket 0    encode P0 ┄┄┄┄┄┄┄ P0 in, Q0 ┄┄┄┄┄┄┄ Q0 in, decode
+    bucket 1                encode P1 ┄┄┄┄┄┄┄┄┄┄┄┄┄┄ P1 in, Q1 ┄┄┄
+    bucket 2                                encode P2 ┄┄┄┄┄┄┄┄┄┄
+    launched    P0          P1      Q0      P2        Q1
+
+On the host this happens on a thread of its own, beside the computation. On NCCL nothing ever waits on the host, so it
+happens at once, on a stream of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+
+from gradsync.transport.courier import Courier
+from gradsync.transport.tickets import Errand, Ticket
+
+_SLICE_S = 1.0
+
+Journey = Iterator[Ticket | None]  # None: others have a round here, this rank does not
+
+
+class Delivery(Ticket):
+    """A bucket's whole journey."""
+
+    def __init__(self, what: str, nbytes: int, bucket: int, on_host: bool) -> None:
+        super().__init__(what, nbytes, bucket)
+        self.on_host = on_host
+        self.after: Callable[[], None] = lambda: None  # what the waiting thread does when it has landed
+        self._done = threading.Event()
+        self._error: Exception | None = None
+
+    def finish(self, error: Exception | None = None) -> None:
+        self._error = error
+        self.succeeded = error is None
+        self.finished_at = time.perf_counter()
+        self._done.set()
+
+    def landed(self, slice_s: float) -> bool:
+        return self._done.wait(slice_s)
+
+    def settle(self) -> None:
+        if self._error is not None:
+            raise self._error
+        self.after()
+
+
+class _Trip(NamedTuple):
+    journey: Journey
+    ticket: Ticket | None  # the round it waits for
+    delivery: Delivery
+
+
+class Desk:
+    """Where journeys are handed in; `courier` runs them, or the caller itself if there is none."""
+
+    def __init__(self, courier: Courier | None, device: torch.device) -> None:
+        self._courier = courier
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._trips: list[_Trip] = []
+        self._broken: Exception | None = None
+
+    def take(self, journey: Journey, delivery: Delivery) -> None:
+        """Begin a journey after those handed in before."""
+        if self._stream is None:
+            self._do(lambda: self._begin(journey, delivery))
+            return
+        device, ready, done = self._stream.device, torch.cuda.Event(), torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(device))
+        delivery.after = lambda: torch.cuda.current_stream(device).wait_event(done)
+        self._do(lambda: self._begin(_between(journey, ready, done), delivery))
+
+    def flush(self) -> None:
+        """All journeys to their ends: no more begin in this step."""
+        self._do(self._finish_all)
+
+    def _do(self, work: Callable[[], None]) -> None:
+        if self._courier is None:
+            work()
+        else:
+            self._courier.take(Errand(work, "the exchange", 0, -1))
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _begin(self, journey: Journey, delivery: Delivery) -> None:
+        with self._on_stream():
+            newest = self._further(_Trip(journey, None, delivery))
+            self._all_further()
+            if newest is not None:
+                self._trips.append(newest)
+
+    def _finish_all(self) -> None:
+        with self._on_stream():
+            while self._trips:
+                self._all_further()
+
+    def _all_further(self) -> None:
+        self._trips = [trip for trip in map(self._further, self._trips) if trip is not None]
+
+    def _further(self, trip: _Trip) -> _Trip | None:
+        """One round further; None when it has arrived, or failed: then nothing that follows can be trusted."""
+        if self._broken is not None:
+            trip.delivery.finish(RuntimeError(str(self._broken)))
+            return None
+        try:
+            if trip.ticket is not None:
+                _await(trip.ticket)
+            return trip._replace(ticket=next(trip.journey))
+        except StopIteration:
+            trip.delivery.finish()
+        except Exception as error:
+            self._broken = error
+            trip.delivery.finish(error)
+        return None
+
+
+def _await(ticket: Ticket) -> None:
+    # It ends: the channel's own timeout bounds it, and whoever gives up cuts the wires.
+    while ticket.on_host and not ticket.landed(_SLICE_S):
+        pass
+    ticket.settle()
+
+
+def _between(journey: Journey, ready: torch.cuda.Event, done: torch.cuda.Event) -> Journey:
+    """The same on the current stream, after one event and before another."""
+    torch.cuda.current_stream().wait_event(ready)
+    yield from journey
+    done.record()

@@ -1,0 +1,111 @@
+"""PowerSGD: two sums of thin matrices, P and then Q, which the desk pipelines over buckets."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+
+from gradsync.compress.powersgd import PowerSGD, matrix, start_q
+from gradsync.exchange.circle import Circle
+from gradsync.exchange.desk import Journey
+from gradsync.exchange.memory import Form
+from gradsync.exchange.parcel import Item, Parcel
+from gradsync.exchange.staging import Staged
+from gradsync.kernels.low_rank import orthogonalize, project, project_back, restore
+from gradsync.trace.tally import Account
+
+
+class Batch(NamedTuple):
+    """Matrices of like shape that lie one after the other."""
+
+    items: list[Item]
+    grad: torch.Tensor  # [count, rows, cols], as views
+    residual: torch.Tensor
+    p: torch.Tensor  # [count, rows, rank], where it is added up
+    q: torch.Tensor  # [count, cols, rank], likewise
+
+
+class LowRank:
+    """Matrices as products of thin ones."""
+
+    num_rounds = 2
+
+    def __init__(self, parcel: Parcel, codec: PowerSGD, circle: Circle, wire: torch.device, account: Account) -> None:
+        """Every rank of the group makes it at once."""
+        self._parcel, self._codec, self._circle, self._account = parcel, codec, circle, account
+        device = parcel.flat.device
+        shapes = [matrix(item.param.shape) for item in parcel.items]
+        forms = [Form(codec.rank * sum(side), torch.float32, wire) for side in zip(*shapes, strict=True)]
+        self._p, self._q = (Staged.beside(circle.for_sums(form), device) for form in forms)
+        self.way = circle.sum_way(forms[0])
+        self.sent_nbytes = sum(form.numel * form.dtype.itemsize * circle.sum_share(form) for form in forms)
+        # Without feedback the sum of gradient and nothing is made in the same place.
+        self._scratch = torch.zeros_like(parcel.flat, dtype=torch.float32) if parcel.residual is None else None
+        self._batches = self._make_batches()
+        for item in parcel.items:
+            if item.name not in parcel.factors:
+                parcel.factors[item.name] = start_q(item.param, codec.rank, codec.seed).to(device)
+
+    def _make_batches(self) -> list[Batch]:
+        batches, p_at, q_at, rank = [], 0, 0, self._codec.rank
+        residual = self._parcel.residual if self._scratch is None else self._scratch
+        assert residual is not None
+        for (rows, cols), group in groupby(self._parcel.items, lambda item: matrix(item.param.shape)):
+            for items in _evenly_spaced(list(group)):
+                count = len(items)
+                p = self._p.near[p_at : p_at + count * rows * rank].view(count, rows, rank)
+                q = self._q.near[q_at : q_at + count * cols * rank].view(count, cols, rank)
+                grad = _as_batch(self._parcel.flat, items, rows, cols)
+                batches.append(Batch(items, grad, _as_batch(residual, items, rows, cols), p, q))
+                p_at, q_at = p_at + p.numel(), q_at + q.numel()
+        return batches
+
+    def go(self, step: int) -> Journey:
+        flat, index = self._parcel.flat, self._parcel.index
+        with self._account.timing("encode_s", flat.device):
+            if self._scratch is not None:
+                self._scratch.zero_()
+            before = [torch.stack([self._parcel.factors[item.name] for item in batch.items]) for batch in self._batches]
+            for batch, q in zip(self._batches, before, strict=True):
+                batch.p.copy_(project(batch.grad, batch.residual, q))
+            self._p.down()
+        yield self._circle.sum(self._p.wire, index)
+        with self._account.timing("encode_s", flat.device):
+            self._p.up()
+            own = []
+            for batch in self._batches:
+                orthogonalize(batch.p)
+                own.append(project_back(batch.residual, batch.p))
+                batch.q.copy_(own[-1])
+            self._q.down()
+        yield self._circle.sum(self._q.wire, index)
+        with self._account.timing("decode_s", flat.device):
+            self._q.up()
+            for batch, q_own, q_before in zip(self._batches, own, before, strict=True):
+                restore(batch.grad, batch.residual, batch.p, q_own, batch.q)
+                self._keep(batch, q_before)
+
+    def _keep(self, batch: Batch, before: torch.Tensor) -> None:
+        """Where the next step begins; after a NaN: where this one did."""
+        sound = batch.q.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+        for item, q in zip(batch.items, torch.where(sound, batch.q, before), strict=True):
+            self._parcel.factors[item.name] = q
+
+
+def _evenly_spaced(items: list[Item]) -> list[list[Item]]:
+    """Cut where the distance between neighbours changes: a batch is one strided view."""
+    batches: list[list[Item]] = []
+    for item in items:
+        last = batches[-1] if batches else []
+        if len(last) == 1 or (len(last) > 1 and item.start - last[-1].start == last[1].start - last[0].start):
+            last.append(item)
+        else:
+            batches.append([item])
+    return batches
+
+
+def _as_batch(flat: torch.Tensor, items: list[Item], rows: int, cols: int) -> torch.Tensor:
+    apart = items[1].start - items[0].start if len(items) > 1 else rows * cols
+    return flat.as_strided((len(items), rows, cols), (apart, cols, 1), flat.storage_offset() + items[0].start)

@@ -1,0 +1,175 @@
+"""How buckets travel under a plan: each by the way that its compressor needs, all in one order.
+
+    bucket ─▶ Parcel ─▶ its route: plain │ casting │ sampling │ coding │ low_rank, perhaps across hosts only ─▶ Desk
+                                                                                               audited now and then
+
+Without a compressor a bucket is summed at once, and none of this stands in its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from gradsync.compress.blocks import BlockCodec
+from gradsync.compress.cast import Cast
+from gradsync.compress.choice import EXACT, Choice, Codec, Param
+from gradsync.compress.powersgd import PowerSGD
+from gradsync.compress.randomk import RandomK
+from gradsync.exchange.circle import Circle, Everybody, Leaders
+from gradsync.exchange.desk import Delivery, Desk, Journey
+from gradsync.exchange.exact import Exact
+from gradsync.exchange.house import House
+from gradsync.exchange.journeys.across import Across
+from gradsync.exchange.journeys.audit import audited
+from gradsync.exchange.journeys.casting import Casting
+from gradsync.exchange.journeys.coding import Gathering, TwoPhases, pays
+from gradsync.exchange.journeys.low_rank import LowRank
+from gradsync.exchange.journeys.plain import Plain
+from gradsync.exchange.journeys.route import Route
+from gradsync.exchange.journeys.sampling import Sampling
+from gradsync.exchange.keeping import collect, place
+from gradsync.exchange.parcel import Parcel
+from gradsync.exchange.staging import HOST, wire_device
+from gradsync.plan import Plan
+from gradsync.trace.tally import Account, Tally
+from gradsync.transport.groups import is_on_host
+from gradsync.transport.lane import Lane
+from gradsync.transport.tickets import Ticket
+
+
+class Shipping:
+    """Sends buckets on their journeys."""
+
+    def __init__(
+        self,
+        lane: Lane,
+        parent: dist.ProcessGroup,
+        exact: Exact,
+        plan: Plan,
+        device: torch.device,
+        timeout: float,
+        even_alone: bool = False,
+    ) -> None:
+        """Every rank of the group makes it at once. `even_alone`: one rank alone compresses too (to measure it)."""
+        self.tally = Tally()
+        self.parcels: list[Parcel] = []
+        self._lane = lane
+        self._exact = exact
+        self._compress = plan.compress if lane.groups.size > 1 or even_alone else None
+        self._audit_every = plan.audit_every
+        self._routes: dict[int, Route] = {}
+        self._everybody = Everybody(lane, exact)
+        if self._compress is None:
+            return
+        on_host = lane.groups.data[device.type].on_host
+        self._desk = Desk(lane.hire() if on_host else None, device)
+        self._on_host = on_host
+        if len(lane.hosts) > 1:
+            self._house = House(lane, parent, device, on_host, timeout)
+            self._leaders = Leaders(lane, parent, wire_device(device, on_host).type, timeout)
+
+    def choose(self, param: Param) -> Choice:
+        """How this parameter's gradient is to travel; the same on every rank."""
+        choice = EXACT if self._compress is None else self._compress.choose(param)
+        return EXACT if choice.across and len(self._lane.hosts) == 1 else choice
+
+    def prepare(self, parcels: list[Parcel], compress: bool) -> None:
+        """These buckets will travel from now on; every rank calls this at once. What was kept for others moves over.
+
+        `compress` False: not yet.
+        """
+        kept = collect(self.parcels)
+        self.parcels, self._routes = parcels, {}
+        travelling = [parcel for parcel in parcels if compress and parcel.choice.codec is not None]
+        for parcel in travelling:
+            if parcel.choice.feedback and self._encodes(parcel.choice):
+                parcel.residual = torch.zeros_like(parcel.flat, dtype=torch.float32)
+        place(kept, travelling)
+        for parcel in travelling:
+            self._routes[parcel.index] = self._route(parcel)
+
+    def launch(self, parcel: Parcel) -> Ticket:
+        """Start a bucket's journey."""
+        if self._compress is None:
+            return self._exact.launch(parcel.flat, parcel.index)
+        step, route = self._lane.step, self._routes.get(parcel.index)
+        if route is None or step < parcel.choice.exact_steps:
+            plain = Plain(parcel, self._everybody)
+            return self._send(parcel, plain.go(step), parcel.nbytes)
+        account = self.tally.account(parcel.choice.label)
+        account.sent(step, route.way, parcel.nbytes, parcel.payload_nbytes, route.sent_nbytes)
+        journey = route.go(step)
+        if self._audit_every is not None and step % self._audit_every == 0:
+            journey = audited(journey, parcel, self._everybody, self.tally, step)
+        return self._send(parcel, journey, parcel.payload_nbytes)
+
+    def flush(self) -> None:
+        """All buckets of this step are under way: see each to its end."""
+        if self._compress is not None:
+            self._desk.flush()
+
+    def wire(self) -> tuple[int, str]:
+        """The bytes that this rank sends over a network in a step, and by which algorithms or ways."""
+        routes = [self._route_now(parcel) for parcel in self.parcels]
+        return round(sum(route.sent_nbytes for route in routes)), "+".join(sorted({route.way for route in routes}))
+
+    def _route_now(self, parcel: Parcel) -> Route:
+        route = self._routes.get(parcel.index)
+        warm = route is not None and self._lane.step >= parcel.choice.exact_steps
+        return route if route is not None and warm else Plain(parcel, self._everybody)
+
+    def _send(self, parcel: Parcel, journey: Journey, nbytes: int) -> Ticket:
+        delivery = Delivery(parcel.what, nbytes, parcel.index, self._on_host)
+        self._lane.follow(delivery)
+        self._desk.take(journey, delivery)
+        return delivery
+
+    # Which way
+
+    def _encodes(self, choice: Choice) -> bool:
+        """Whether this rank encodes anything: across hosts only one of each host does."""
+        return not choice.across or self._leaders.rank >= 0
+
+    def _route(self, parcel: Parcel) -> Route:
+        codec, account = parcel.choice.codec, self.tally.account(parcel.choice.label)
+        assert codec is not None
+        wire = wire_device(parcel.flat.device, self._on_host)
+        if not parcel.choice.across:
+            return _route_of(codec, parcel, self._everybody, wire, account)
+        rounds = _num_rounds(codec, self._leaders)
+        inner = _route_of(codec, parcel, self._leaders, wire, account) if self._encodes(parcel.choice) else None
+        return Across(parcel, self._house, inner, rounds)
+
+
+def _route_of(codec: Codec, parcel: Parcel, circle: Circle, wire: torch.device, account: Account) -> Route:
+    match codec:
+        case Cast():
+            return Casting(parcel, codec, circle, wire, account)
+        case RandomK():
+            return Sampling(parcel, codec, circle, wire, account)
+        case PowerSGD():
+            return LowRank(parcel, codec, circle, wire, account)
+        case BlockCodec():
+            way = TwoPhases if _num_rounds(codec, circle) == TwoPhases.num_rounds else Gathering
+            return way(parcel, codec, circle, wire, account)
+    raise AssertionError(f"no way is known for {codec!r}")
+
+
+def _num_rounds(codec: Codec, circle: Circle) -> int:
+    if isinstance(codec, BlockCodec):
+        return TwoPhases.num_rounds if pays(circle) else Gathering.num_rounds
+    return LowRank.num_rounds if isinstance(codec, PowerSGD) else Casting.num_rounds
+
+
+def main_device(devices: Iterable[torch.device]) -> torch.device:
+    """Where the gradients are: a GPU if any is there."""
+    return next(iter(sorted(devices, key=lambda device: (device.type == "cpu", str(device)))), HOST)
+
+
+def travelling_devices(parent: dist.ProcessGroup, devices: Iterable[torch.device], plan: Plan) -> set[torch.device]:
+    """Where tensors are that travel: payloads made on a GPU go through host memory on gloo."""
+    staged = plan.compress is not None and any(is_on_host(parent, device.type) for device in devices)
+    return {*devices, HOST} if staged else set(devices)

@@ -1,0 +1,96 @@
+"""What each compressor cost and saved, and what it did to the gradients; sums, read as means per step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(slots=True)
+class Account:
+    """One compressor's."""
+
+    way: str = ""  # how its payloads travelled last
+    steps: int = 0
+    last_step: int = -1
+    raw_nbytes: int = 0
+    payload_nbytes: int = 0
+    sent_nbytes: float = 0.0
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+    events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+
+    def sent(self, step: int, way: str, raw_nbytes: int, payload_nbytes: int, sent_nbytes: float) -> None:
+        """A bucket left."""
+        if step != self.last_step:
+            self.steps, self.last_step = self.steps + 1, step
+        self.way = way
+        self.raw_nbytes += raw_nbytes
+        self.payload_nbytes += payload_nbytes
+        self.sent_nbytes += sent_nbytes
+
+    @contextmanager
+    def timing(self, what: str, device: torch.device) -> Iterator[None]:
+        """Take the time of what happens inside: on the host, or on a device without waiting for it."""
+        if device.type == "cuda":
+            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            first.record()
+            yield
+            last.record()
+            self.events.append((what, first, last))
+            return
+        begun = time.perf_counter()
+        yield
+        self._add(what, time.perf_counter() - begun)
+
+    def settle(self) -> None:
+        """Add the times of the device that are known by now."""
+        known = [event for event in self.events if event[2].query()]
+        for what, first, last in known:
+            self._add(what, first.elapsed_time(last) / 1e3)
+        self.events = [event for event in self.events if event not in known]
+
+    def _add(self, what: str, seconds: float) -> None:
+        setattr(self, what, getattr(self, what) + seconds)
+
+
+class Tally:
+    """All compressors of a plan, and the last audit."""
+
+    def __init__(self) -> None:
+        self.accounts: dict[str, Account] = {}
+        self._audit: tuple[int, torch.Tensor] | None = None  # the step, and Σ a², Σ b², Σ ab, Σ (a − b)²
+
+    def account(self, label: str) -> Account:
+        return self.accounts.setdefault(label, Account())
+
+    def audit(self, step: int, averaged: torch.Tensor, exact: torch.Tensor) -> None:
+        """Compare what compression made of a bucket with the exact mean; buckets of one step are added up."""
+        a, b = averaged.double(), exact.double()
+        sums = torch.stack([a.dot(a), b.dot(b), a.dot(b), (a - b).dot(a - b)])
+        if self._audit is not None and self._audit[0] == step:
+            sums = sums + self._audit[1]
+        self._audit = (step, sums)
+
+    def stats(self) -> dict[str, float | int | str | None]:
+        """Flat: means per step of each compressor, and what the last audit found."""
+        result: dict[str, float | int | str | None] = {}
+        for label, account in list(self.accounts.items()):
+            account.settle()
+            steps = max(1, account.steps)
+            result[f"{label}.way"] = account.way
+            result[f"{label}.ratio"] = account.raw_nbytes / account.payload_nbytes if account.payload_nbytes else None
+            result[f"{label}.sent_nbytes"] = round(account.sent_nbytes / steps)
+            result[f"{label}.encode_s"] = account.encode_s / steps
+            result[f"{label}.decode_s"] = account.decode_s / steps
+        if self._audit is not None:
+            ours, exact, product, error = self._audit[1].tolist()
+            result["audit_step"] = self._audit[0]
+            result["audit_error"] = math.sqrt(error / exact) if exact > 0 else None
+            result["audit_cosine"] = product / math.sqrt(ours * exact) if ours > 0 and exact > 0 else None
+        return result

@@ -1,0 +1,139 @@
+"""Where blocks and their codes lie: every element once, no byte twice, and the same in any bucket."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from samples import BLOCK_CODECS, lay_out, names
+
+from gradsync.compress.blocks import BlockCodec, Span, build_table, partition
+from gradsync.compress.choice import Param
+from gradsync.compress.integers import Int8
+from gradsync.compress.keys import number_of
+from gradsync.compress.topk import TopK
+from gradsync.kernels.blocks import BODY, FIRST, HEAD, KEPT, LENGTH, PARAM, START, BlockTable
+
+codecs = st.sampled_from(BLOCK_CODECS)
+buckets = st.dictionaries(names, st.integers(0, 700), max_size=5)
+some = settings(max_examples=60, deadline=None)
+
+
+@some
+@given(codec=codecs, sizes=buckets, num_parts=st.integers(1, 9), gap=st.integers(0, 40))
+def test_every_element_is_in_one_block_of_its_parameter(
+    codec: BlockCodec, sizes: dict[str, int], num_parts: int, gap: int
+) -> None:
+    spans = lay_out(sizes, gap=gap)
+    rows = partition(codec, spans, num_parts).whole.rows.tolist()
+    seen = Counter(row[START] + i for row in rows for i in range(row[LENGTH]))
+    assert seen == Counter(span.start + i for span in spans for i in range(span.numel))
+    begins = {number_of(span.name): span.start for span in spans}
+    for row in rows:
+        assert row[START] == begins[row[PARAM] & 0xFFFFFFFF] + row[FIRST]
+        assert row[FIRST] % codec.block == 0
+        assert 0 < row[LENGTH] <= codec.block
+        assert row[KEPT] == codec.kept(row[LENGTH])
+
+
+@some
+@given(codec=codecs, sizes=buckets, num_parts=st.integers(1, 9))
+def test_no_byte_is_given_away_twice(codec: BlockCodec, sizes: dict[str, int], num_parts: int) -> None:
+    whole, parts, bounds = partition(codec, lay_out(sizes), num_parts)
+    ends = [0, *(end for _, end in bounds)]
+    assert [begin for begin, _ in bounds] == ends[:-1]
+    assert ends[-1] == whole.nbytes
+    for part, (begin, end) in zip(parts, bounds, strict=True):
+        assert part.nbytes == end - begin
+    for table in (whole, *parts):
+        assert table.nbytes % 16 == 0
+        used = bytes_of(codec, table)
+        assert max(used.values(), default=1) == 1
+        assert all(0 <= byte < table.nbytes for byte in used)
+        assert table.nbytes - len(used) < 16 * len(parts), "but for the borders nothing is wasted"
+
+
+def bytes_of(codec: BlockCodec, table: BlockTable) -> Counter[int]:
+    used: Counter[int] = Counter()
+    for row in table.rows.tolist():
+        assert row[HEAD] % 4 == 0
+        assert row[BODY] % 16 == 0
+        used.update(range(row[HEAD], row[HEAD] + codec.head_nbytes(row[LENGTH])))
+        used.update(range(row[BODY], row[BODY] + codec.body_nbytes(row[LENGTH])))
+    return used
+
+
+@some
+@given(codec=codecs, sizes=buckets, num_parts=st.integers(1, 9))
+def test_the_whole_is_its_parts_one_after_the_other(codec: BlockCodec, sizes: dict[str, int], num_parts: int) -> None:
+    whole, parts, bounds = partition(codec, lay_out(sizes), num_parts)
+    moved = []
+    for part, (begin, _) in zip(parts, bounds, strict=True):
+        for row in part.rows.tolist():
+            row[HEAD] += begin
+            row[BODY] += begin
+            moved.append(row)
+    assert whole.rows.tolist() == moved
+
+
+@some
+@given(codec=codecs, sizes=buckets, num_parts=st.integers(1, 9), data=st.data())
+def test_owners_depend_on_the_parameter_alone(
+    codec: BlockCodec, sizes: dict[str, int], num_parts: int, data: st.DataObject
+) -> None:
+    order = data.draw(st.permutations(list(sizes)))
+    together = owned(codec, lay_out({name: sizes[name] for name in order}, begin=160), num_parts)
+    alone: dict[tuple[int, int], int] = {}
+    for name, numel in sizes.items():
+        alone |= owned(codec, [Span(name, 0, numel)], num_parts)
+    assert together == alone
+
+
+def owned(codec: BlockCodec, spans: list[Span], num_parts: int) -> dict[tuple[int, int], int]:
+    """The owner of each block, by parameter and first element."""
+    parts = partition(codec, spans, num_parts).parts
+    return {(row[PARAM], row[FIRST]): owner for owner, part in enumerate(parts) for row in part.rows.tolist()}
+
+
+@given(num_blocks=st.integers(0, 200), num_parts=st.integers(1, 20))
+def test_a_parameter_is_shared_out_evenly(num_blocks: int, num_parts: int) -> None:
+    parts = partition(Int8(32), [Span("weight", 0, 32 * num_blocks)], num_parts).parts
+    shares = [len(part.rows) for part in parts]
+    assert max(shares) - min(shares) <= 1
+
+
+def test_many_small_parameters_are_shared_out_too() -> None:
+    spans = lay_out({f"blocks.{i}.bias": 20 for i in range(400)})
+    shares = [len(part.rows) for part in partition(Int8(), spans, 4).parts]
+    assert min(shares) >= 70
+
+
+@pytest.mark.parametrize("codec", BLOCK_CODECS, ids=repr)
+@pytest.mark.parametrize("numel", [0, 1, 15, 16, 17, 31, 32, 33, 64, 1000])
+def test_nbytes_of_a_parameter_is_that_of_its_table(codec: BlockCodec, numel: int) -> None:
+    assert codec.nbytes(Param("weight", (numel,))) == build_table(codec, [Span("weight", 0, numel)]).nbytes
+
+
+def test_nothing_is_a_bucket_too() -> None:
+    whole, parts, bounds = partition(Int8(), [], 3)
+    assert (whole.nbytes, bounds) == (0, ((0, 0), (0, 0), (0, 0)))
+    assert [tuple(table.rows.shape) for table in (whole, *parts)] == [(0, 7)] * 4
+
+
+@pytest.mark.parametrize(
+    ("density", "length", "kept"),
+    [(0.07, 100, 7), (0.1, 1024, 103), (0.01, 1024, 11), (1e-9, 1024, 1), (1, 7, 7), (1.0, 1, 1), (0.3, 10, 3)],
+)
+def test_top_k_keeps_its_share_as_written(density: float, length: int, kept: int) -> None:
+    assert TopK(density).kept(length) == kept
+
+
+def test_a_bucket_beyond_32_bits_is_refused_with_the_way_out() -> None:
+    spans = [Span("weight", (1 << 31) - 10, 10)]
+    with pytest.raises(ValueError, match="less than 2\\^31 elements; make bucket_bytes smaller"):
+        partition(Int8(), spans, 2)
+    # Top-k of everything takes four bytes per element.
+    with pytest.raises(ValueError, match="less than 2\\^31 bytes, got 2147483648; make bucket_bytes smaller"):
+        build_table(TopK(1.0, 65536), [Span("weight", 0, 1 << 29)])
