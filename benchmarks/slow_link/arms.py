@@ -20,6 +20,7 @@ from slow_link.replica import Replica, ddp, ddp_powersgd, ours, plain
 BASE = "no sync"
 DDPS = ("DDP", "DDP, bucket view")
 """The better one of these is what others are compared with."""
+HALF = "DDP, fp16 hook"
 EXACT = "gradsync"
 
 # Made late: gradsync may not have them yet.
@@ -33,6 +34,14 @@ COMPRESSORS: dict[str, Callable[[], Any]] = {
     "topk 0.1 %": lambda: gs.topk(0.001, block=16384),  # of 1024 it would be two: 0.2 %
     "randomk 1 %": lambda: gs.randomk(0.01),
     "powersgd 4": lambda: gs.powersgd(4),
+    "by parameter": lambda: gs.by_parameter(
+        [
+            gs.rule(dims=1, compress=None),
+            gs.rule("characters.*", compress=gs.bf16()),  # embeddings
+            gs.rule("places.*", compress=gs.bf16()),
+        ],
+        default=gs.powersgd(4),
+    ),
 }
 
 
@@ -61,7 +70,7 @@ ARMS: dict[str, Arm] = {
     BASE: Arm(plain, learns=False),
     "DDP": Arm(ddp),
     "DDP, bucket view": Arm(partial(ddp, view=True), learns=False),
-    "DDP, fp16 hook": Arm(partial(ddp, view=True, half=True)),
+    HALF: Arm(partial(ddp, view=True, half=True)),
     "DDP, PowerSGD hook 4": Arm(partial(ddp_powersgd, rank=4)),
     "DDP, accumulate 4": Arm(partial(ddp, view=True, every=4), window=4, learns=False),
     EXACT: Arm(partial(ours, plan=gs.Plan)),

@@ -51,7 +51,10 @@ def loss(options: argparse.Namespace) -> None:
             if name in done:
                 continue
             start = time.perf_counter()
-            learned = replicas.learn(task, arm, seed, options.device) if options.replicas else learn(pool, task, arm, seed)
+            if options.replicas:
+                learned = replicas.learn(task, arm, seed, options.device)
+            else:
+                learned = learn(pool, task, arm, seed)
             took_s = time.perf_counter() - start
             store.keep(options.out, "loss", name, _facts(options) | {"took_s": round(took_s, 1)} | learned)
             print(f"{name}: {learned['final_held_out']:.4f} on held-out text, in {took_s:.0f} s", flush=True)
@@ -84,7 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--out", type=Path, default=HERE / "results.json")
     common.add_argument("--commit", help="what is measured, outside of a clone")
-    common.add_argument("--arms", nargs="+", choices=tuple(ARMS), metavar="ARM", help="; ".join(ARMS).replace("%", "%%"))
+    names = "; ".join(ARMS).replace("%", "%%")
+    common.add_argument("--arms", nargs="+", choices=tuple(ARMS), metavar="ARM", help=names)
     timed = parts.add_parser("steps", parents=[common], help="seconds and bytes of a step")
     timed.add_argument("--rate", nargs="+", default=RATES, help="100mbit, 1gbit, none")
     timed.add_argument("--rounds", type=int, default=20, help="samples of each arm")
@@ -94,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     learned.add_argument("--steps", type=int, default=1000)
     learned.add_argument("--size", choices=tuple(SIZES), default="small")
     learned.add_argument("--lr", type=float, default=1e-3)
-    learned.add_argument("--replicas", type=int, default=0, help="play so many ranks in one process, instead of two real")
+    learned.add_argument("--replicas", type=int, default=0, help="ranks to play in one process; 0: two real ones")
     learned.add_argument("--device", default="cpu", help="with --replicas: cpu or cuda")
     learned.add_argument("--again", action="store_true", help="also cells that results.json has")
     learned.set_defaults(run=loss)

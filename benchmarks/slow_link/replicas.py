@@ -29,6 +29,7 @@ def plays(arm: str) -> bool:
 
 def learn(task: Task, arm: str, seed: int, device: str) -> dict[str, Any]:
     """One cell, as `loss.learn` gives it."""
+    torch.set_num_threads(1)  # several runs side by side, of other seeds, do more than several threads
     shape, recipe = SIZES[task.size], ARMS[arm].compress
     model = build(shape, seed).to(device)
     optimizer = adamw(model)

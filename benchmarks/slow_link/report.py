@@ -8,7 +8,7 @@ from statistics import mean, median, quantiles
 from typing import Any
 
 import bench_harness
-from slow_link.arms import BASE, DDPS, EXACT
+from slow_link.arms import ARMS, BASE, DDPS, EXACT, HALF
 from slow_link.store import Results
 from slow_link.target import Run, reached_at, runs_by_task, target_of
 
@@ -17,9 +17,9 @@ Facts = dict[str, Any]
 
 def write(readme: Path, results: Results) -> None:
     """Put every table into its place; a place without results says so."""
-    steps = [f"### {rate}\n\n{_where(facts)}\n\n{steps_table(facts)}" for rate, facts in results.get("steps", {}).items()]
-    runs = runs_by_task(results.get("loss", {}))
-    loss = [f"### {task}\n\n{loss_table(arms, results.get('steps', {}))}" for task, arms in runs.items()]
+    timed, runs = results.get("steps", {}), runs_by_task(results.get("loss", {}))
+    steps = [f"### {rate}\n\n{_where(facts)}\n\n{steps_table(facts)}" for rate, facts in timed.items()]
+    loss = [f"### {task}\n\n{loss_table(arms, timed)}" for task, arms in runs.items()]
     text = readme.read_text()
     for name, parts in (("steps", steps), ("loss", loss)):
         text = _filled(text, name, "\n\n".join(parts) or "Not measured yet.")
@@ -52,7 +52,8 @@ def steps_table(facts: Facts) -> str:
     samples = {name: arm["samples_s"] for name, arm in facts["arms"].items()}
     peer = best_ddp(samples)
     rows = [[name, *_row(name, facts["arms"][name], samples, peer)] for name in samples]
-    header = ["arm", "ms per step", "/ no sync", f"{peer or 'DDP'} / it", "MB sent per step", "claimed", "sent / claimed"]
+    header = ["arm", "ms per step", "/ no sync", f"{peer or 'DDP'} / it", "fp16 hook / it", "MB sent per step"]
+    header += ["claimed", "sent / claimed"]
     return bench_harness.table(header, rows)
 
 
@@ -63,11 +64,11 @@ def best_ddp(samples: bench_harness.Samples) -> str | None:
 
 def _row(name: str, arm: Facts, samples: bench_harness.Samples, peer: str | None) -> list[str]:
     base = _ratio(samples, name, BASE) if BASE in samples else "–"
-    gain = f"**{_ratio(samples, peer, name)}**" if peer else "–"
+    gains = [f"**{_ratio(samples, other, name)}**" if other in samples else "–" for other in (peer, HALF)]
     claimed = arm["claimed_nbytes"]
     share = f"{arm['sent_nbytes'] / claimed:.3f}" if claimed else "–"
     sent = [f"{nbytes / 1e6:.3f}" for nbytes in (arm["sent_nbytes"], claimed)]
-    return [_milliseconds(samples[name]), base, gain, *sent, share]
+    return [_milliseconds(samples[name]), base, *gains, *sent, share]
 
 
 def _ratio(samples: bench_harness.Samples, arm: str, base: str) -> str:
@@ -88,7 +89,8 @@ def loss_table(arms: dict[str, list[Run]], steps: Facts) -> str:
     target = target_of(arms)
     header = ["arm", "held-out loss (per seed)", "worse than exact", "training loss, last 50 steps"]
     header += [f"steps to {target:.3f}" if target else "steps to target", *(f"time at {rate}" for rate in steps)]
-    rows = [[name, *_loss_row(name, runs, arms.get(EXACT, []), target, steps)] for name, runs in arms.items()]
+    exact = arms.get(EXACT, [])
+    rows = [[name, *_loss_row(name, arms[name], exact, target, steps)] for name in ARMS if name in arms]
     return bench_harness.table(header, rows)
 
 

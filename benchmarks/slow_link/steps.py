@@ -95,7 +95,7 @@ def play(arms: list[str], rounds: int, progress: str) -> dict[str, Any]:
     found = {
         name: {
             "claimed_nbytes": float(replica.claimed_nbytes()) / ARMS[name].window,
-            "sent_nbytes": median(t.nbytes - chatter * t.between_s / ARMS[name].window for t in kept[name]),
+            "sent_nbytes": max(0.0, median(t.nbytes - chatter * t.between_s / ARMS[name].window for t in kept[name])),
             "samples_s": [turn.step_s for turn in kept[name]],
         }
         for name, replica in replicas.items()

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from slow_link.arms import ARMS
 
-# 17 arms: the families by hue, so that neighbours in the key differ.
+# 18 arms: the families by hue, so that neighbours in the key differ.
 _COLORS = (
     ("#777777", "#aaaaaa"),
     ("#c62828", "#ef9a9a"),
@@ -25,6 +25,7 @@ _COLORS = (
     ("#00695c", "#80cbc4"),
     ("#ef6c00", "#ffcc80"),
     ("#455a64", "#b0bec5"),
+    ("#9e9d24", "#e6ee9c"),
 )
 _STYLE = """
 .page { fill: #fff } text { font: 12px sans-serif; fill: #333 } .title { font-size: 14px; font-weight: bold }
@@ -32,7 +33,8 @@ _STYLE = """
 .series { fill: none; stroke-width: 2 } .x { text-anchor: middle } .y { text-anchor: end }
 """
 _DARK_STYLE = """
-.page { fill: #14171c } text { fill: #d5dae2 } .grid { stroke: #2c323b } .floor { stroke: #aaa } .spread { stroke: #d5dae2 }
+.page { fill: #14171c } text { fill: #d5dae2 } .grid { stroke: #2c323b }
+.floor { stroke: #aaa } .spread { stroke: #d5dae2 }
 """
 
 

@@ -171,7 +171,7 @@ class Plan:
             if "compress" in table:
                 table["compress"] = recipes.from_canonical(table["compress"])
             return cls(**table)
-        except (TypeError, ValueError, RecursionError) as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from None
 
 

@@ -124,15 +124,16 @@ def two_phase(
     codec: BlockCodec, spans: Sequence[Span], grads: torch.Tensor, residuals: torch.Tensor, step: int = 0
 ) -> torch.Tensor:
     """Every rank sends each owner its part, who adds up, codes the sum again and sends it to everyone."""
-    whole, parts, bounds = partition(codec, spans, len(grads))
+    whole, parts, part_nbytes = partition(codec, spans, len(grads))
     payloads = torch.zeros(len(grads), whole.nbytes, dtype=torch.uint8)
     for rank, payload in enumerate(payloads):
         encode(codec.code(), grads[rank], residuals[rank], whole, payload, Mode.FEEDBACK, codec.key(step, rank))
     sums = torch.zeros(1, whole.nbytes, dtype=torch.uint8)
-    for owner, (part, (begin, end)) in enumerate(zip(parts, bounds, strict=True)):
+    for owner, part in enumerate(parts):
+        here = slice(owner * part_nbytes, (owner + 1) * part_nbytes)
         own = torch.zeros_like(grads[0])
-        decode(codec.code(), payloads[:, begin:end], part, own)
-        encode(codec.code(), own, residuals[owner], part, sums[0, begin:end], Mode.ABSORB, codec.key(step, -1))
+        decode(codec.code(), payloads[:, here], part, own)
+        encode(codec.code(), own, residuals[owner], part, sums[0, here], Mode.ABSORB, codec.key(step, -1))
     total = torch.zeros_like(grads[0])
     decode(codec.code(), sums, whole, total)
     return total

@@ -93,11 +93,11 @@ def test_data_that_is_no_recipe_is_refused_by_name(case: str) -> None:
 def test_recipes_nested_without_end_are_refused(tmp_path: Path) -> None:
     path, inside = tmp_path / "plan.toml", "compress"
     lines = []
-    for _ in range(2000):
+    for _ in range(100):
         lines.append(f"[{inside}]\nkind = 'across_hosts'\n")
         inside += ".inner"
     path.write_text("".join(lines))
-    with pytest.raises(ValueError, match="plan.toml"):
+    with pytest.raises(ValueError, match="recipes stand in each other at most 64 deep"):
         gs.Plan.load(path)
 
 
@@ -107,5 +107,5 @@ class Homemade:
 
 
 def test_what_cannot_be_compared_between_ranks_is_refused() -> None:
-    with pytest.raises(TypeError, match="is none of fp16, .* cannot be compared between ranks"):
+    with pytest.raises(TypeError, match=r"is none of fp16, .* cannot be compared between ranks"):
         gs.Plan(compress=gs.warmup(Homemade(), 3))

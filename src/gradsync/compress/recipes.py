@@ -24,7 +24,7 @@ from gradsync.compress.sign import Sign, sign
 from gradsync.compress.topk import TopK, topk
 from gradsync.compress.warmup import Warmup, warmup
 
-_T = TypeVar("T")
+_T = TypeVar("_T")
 _Makers = dict[str, tuple[type, Callable[..., Compressor]]]
 _PLAIN: _Makers = {
     "fp16": (Fp16, fp16),
@@ -44,6 +44,7 @@ _WITH_FEEDBACK: _Makers = {  # their factories take it as an argument
 }
 MAKERS: _Makers = {**_PLAIN, **_WITH_FEEDBACK}
 _EXACT = "exact"  # for None, which has no place in TOML
+_MAX_DEPTH = 64  # a file may hold anything: ours to end before the interpreter does
 
 
 def canonical(compressor: object) -> dict[str, Any]:
@@ -72,6 +73,8 @@ def from_canonical(table: object, where: str = "compress") -> Compressor | None:
     >>> from_canonical({"kind": "warmup", "steps": 100, "inner": {"kind": "bf16"}})
     Warmup(inner=Bf16(), steps=100)
     """
+    if where.count(".") > _MAX_DEPTH:
+        raise ValueError(f"compress: recipes stand in each other at most {_MAX_DEPTH} deep, got [{where}]")
     kinds = [*MAKERS, _EXACT]
     if not isinstance(table, dict) or table.get("kind") not in kinds:
         raise ValueError(

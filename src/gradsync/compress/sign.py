@@ -18,7 +18,7 @@ class Sign(BlockCodec):
 
     name: ClassVar[str] = "sign"
 
-    block: int = 1024
+    block: int = 256
 
     def __post_init__(self) -> None:
         check_block("sign", self.block, MIN_BLOCK, MAX_BLOCK)
@@ -33,12 +33,12 @@ class Sign(BlockCodec):
         return align(-(-length // 8))
 
 
-def sign(block: int = 1024, feedback: bool = True) -> Compressor:
+def sign(block: int = 256, feedback: bool = True) -> Compressor:
     """Each element's sign, times the mean of |element| over its block. Without feedback it does not converge.
 
     >>> from gradsync.compress.choice import Param
     >>> weight = Param("weight", (1024, 1024))
     >>> sign().choose(weight).nbytes(weight), weight.nbytes
-    (135168, 4194304)
+    (147456, 4194304)
     """
     return with_feedback("sign", Sign(block), feedback)

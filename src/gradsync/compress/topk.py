@@ -46,7 +46,8 @@ class TopK(BlockCodec):
 def topk(density: float, block: int = 1024, feedback: bool = True) -> Compressor:
     """The largest `density` of each block, at least one element of it. Without feedback small gradients never arrive.
 
-    An element that is sent takes 4 bytes, so that a density of 0.01 sends about a hundredth of fp32.
+    An element that is sent takes 4 bytes, and each block's bytes are rounded up: at a density of 0.01, fp32 shrinks
+    73 times in blocks of 1024 and 96 times in blocks of 8192.
 
     >>> from gradsync.compress.choice import Param
     >>> weight = Param("weight", (1024, 1024))

@@ -10,11 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from gradsync.engine.replicas import Buffers, broadcast_optimizer, broadcast_tensors
 from gradsync.engine.steps import Steps
 from gradsync.errors import Disagreement, GradSyncError
+from gradsync.exchange.keeping import collect
 from gradsync.guard.calls import Call
 from gradsync.plan import Plan
 
@@ -146,6 +148,10 @@ class GradSync:
         stats = self._reducer.recorder.stats()
         stats["sent_nbytes"], stats["algorithm"] = self._reducer.shipping.wire() if stats["nbytes"] else (0, None)
         return stats | self._reducer.shipping.tally.stats()
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """What compression has not sent yet, by parameter: this rank's share of the mean. Copies."""
+        return collect(self._reducer.shipping.parcels).residuals
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to continue to the bit; local, without communication."""

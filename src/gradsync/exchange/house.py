@@ -21,10 +21,11 @@ class House:
         """Every rank of the group makes it at once."""
         self._lane = lane
         self._members = next(host for host in lane.hosts if lane.groups.rank in host)
-        self._route: SharedRoute | PinnedRoute | None = None
+        self._routes: dict[str, SharedRoute | PinnedRoute] = {}
         if on_host and lane.team is not None:
-            shared = SharedRoute(lane, lane.team)
-            self._route = shared if device.type == "cpu" else PinnedRoute(lane, shared, device)
+            self._routes["cpu"] = shared = SharedRoute(lane, lane.team)
+            if device.type != "cpu":
+                self._routes[device.type] = PinnedRoute(lane, shared, device)
         else:
             lane.groups.add_part(parent, HOUSE, list(self._members), device.type, timeout)
 
@@ -32,8 +33,8 @@ class House:
         """Start adding up `flat` over the ranks of this host, in place; None if there is only one."""
         if len(self._members) == 1:
             return None
-        if self._route is not None:
-            return self._route.launch(flat, bucket)
+        if flat.device.type in self._routes:
+            return self._routes[flat.device.type].launch(flat, bucket)
         channel = self._lane.groups.data[HOUSE]
         nbytes = flat.numel() * flat.element_size()
         return self._lane.follow(Collective(channel.sum(flat), f"bucket {bucket}", nbytes, bucket, channel.on_host))

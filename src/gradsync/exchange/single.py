@@ -14,12 +14,13 @@ import torch.distributed as dist
 
 from gradsync.allreduce.choice import Algorithm
 from gradsync.allreduce.shared_memory import SharedMemory
+from gradsync.compress.choice import Compressor
 from gradsync.errors import Disagreement, GradSyncError, NotEnoughMemory
 from gradsync.exchange.exact import Exact
 from gradsync.exchange.standing import CARD_NBYTES, Standing, standing
 from gradsync.exchange.ways import Misfit
 from gradsync.kernels.library import CODES
-from gradsync.plan import check_algorithm
+from gradsync.plan import check_algorithm, check_compress
 from gradsync.transport.team import PLACE, WORKER, Cards
 from gradsync.transport.tickets import OwnSum
 
@@ -33,6 +34,7 @@ def all_reduce(
     tensor: torch.Tensor,
     *,
     algorithm: Algorithm | None = None,
+    compress: Compressor | None = None,
     op: Op = "mean",
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
@@ -45,19 +47,25 @@ def all_reduce(
         tensor: Of any dtype that can be added; a mean needs a floating or complex one. One from
             `shared_empty` is reduced where it lies, any other is staged.
         algorithm: Which way the bytes travel; see `Plan`. None: the fastest for this group and size.
+        compress: What travels; see `Plan`. Nothing is kept from one call to the next: what is lost is lost.
         op: "mean" or "sum".
         group: Who takes part; None: everybody.
     """
     _check_form(tensor)
     if algorithm is not None:
         check_algorithm(algorithm)
-    card = _checked_card(tensor.dtype, tensor.shape, op, algorithm, tensor.device.type)
+    if compress is not None:
+        check_compress(compress)
+    card = _checked_card(tensor.dtype, tensor.shape, op, algorithm, compress, tensor.device.type)
     parent = _members_group(group, "all_reduce")
     if parent.size() == 1:
         return tensor
     stand = standing(parent)
     with _call(stand, "all_reduce"):
-        _reduce(stand, parent, tensor, algorithm, op, card)
+        if compress is None:
+            _reduce(stand, parent, tensor, algorithm, op, card)
+        else:
+            _reduce_compressed(stand, parent, tensor, algorithm, compress, op, card)
     return tensor
 
 
@@ -131,6 +139,23 @@ def _reduce(
             tensor.copy_(flat)
 
 
+def _reduce_compressed(
+    stand: Standing,
+    parent: dist.ProcessGroup,
+    tensor: torch.Tensor,
+    algorithm: Algorithm | None,
+    compress: Compressor,
+    op: Op,
+    card: bytes,
+) -> None:
+    _compare(stand, card, tensor)
+    try:
+        compressed = stand.compressed(parent, tensor.device, algorithm, compress)
+    except Misfit as error:
+        raise ValueError(str(error)) from None
+    compressed.reduce(tensor, 1.0 / stand.lane.groups.size if op == "mean" else 1.0)
+
+
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself if its elements lie one after the other as they are, else a copy of which that is true."""
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
@@ -182,7 +207,12 @@ def _without_place(card: str) -> str:
 
 @lru_cache(maxsize=1024)
 def _checked_card(
-    dtype: torch.dtype, shape: torch.Size, op: str, algorithm: Algorithm | None, device_type: str
+    dtype: torch.dtype,
+    shape: torch.Size,
+    op: str,
+    algorithm: Algorithm | None,
+    compress: Compressor | None,
+    device_type: str,
 ) -> bytes:
     """What ranks compare before any data moves; or the reason why such a call makes no sense."""
     if op not in ("mean", "sum"):
@@ -193,7 +223,7 @@ def _checked_card(
         raise ValueError(f"{dtype} cannot be added up; pass a tensor of another dtype, tensor.float() say")
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(f'the mean of {dtype} is not an integer; use op="sum" or a floating tensor')
-    how = "" if algorithm is None else f" {algorithm}"
+    how = "".join(f" {recipe}" for recipe in (algorithm, compress) if recipe is not None)
     where = "" if device_type == "cpu" else f" on {device_type}"
     return _card(dtype, shape, f"{op}{how}{where}")
 

@@ -13,8 +13,11 @@ import torch
 import torch.distributed as dist
 
 from gradsync.allreduce.choice import Algorithm
+from gradsync.compress.choice import Compressor
 from gradsync.errors import GradSyncError
+from gradsync.exchange.compressed import Compressed
 from gradsync.exchange.exact import Exact
+from gradsync.plan import Plan
 from gradsync.policy import Guard
 from gradsync.transport.groups import group_timeout
 from gradsync.transport.lane import NET_S, Lane, open_lane
@@ -32,6 +35,7 @@ class Standing:
         self.turn = threading.Lock()  # calls of several threads go one after the other
         self._gave_up: str | None = None
         self._exacts: dict[tuple[str, Algorithm | None], Exact] = {}
+        self._compressed: dict[tuple[str, Algorithm | None, Compressor], Compressed] = {}
 
     def exact(self, parent: dist.ProcessGroup, device: torch.device, algorithm: Algorithm | None) -> Exact:
         """How tensors on this device are summed; every rank asks for the same, at once."""
@@ -39,6 +43,16 @@ class Standing:
         if key not in self._exacts:
             self._exacts[key] = Exact(self.lane, parent, algorithm, [device], self._timeout + NET_S)
         return self._exacts[key]
+
+    def compressed(
+        self, parent: dist.ProcessGroup, device: torch.device, algorithm: Algorithm | None, compressor: Compressor
+    ) -> Compressed:
+        """How they are summed compressed; likewise."""
+        key = (device.type, algorithm, compressor)
+        if key not in self._compressed:
+            plan = Plan(algorithm, compressor)
+            self._compressed[key] = Compressed(self.lane, parent, plan, device, self._timeout + NET_S)
+        return self._compressed[key]
 
     def check(self, what: str) -> None:
         """Refuse if an earlier call gave up: ranks no longer know where they are."""

@@ -129,6 +129,7 @@ def encode(
         _codes_for(flat).encode(code, flat, residual, table, payload, mode, key)
         return
     assert all(tensor.is_contiguous() for tensor in (table.rows, flat, payload))
+    assert residual is None or (residual.is_contiguous() and residual.dtype == torch.float32)
     assert payload.data_ptr() % ALIGN_NBYTES == 0
     library.gradsync_encode_blocks(
         code.method,

@@ -17,6 +17,7 @@ Note [Spoiled matrices]
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import ModuleType
 
 import torch
@@ -98,6 +99,5 @@ def _length(columns: torch.Tensor) -> torch.Tensor:
 
 
 def _triton() -> ModuleType:
-    from gradsync.kernels import low_rank_triton  # Triton comes with the torch of a GPU only
-
-    return low_rank_triton
+    """Imported late: Triton comes with the torch of a GPU only."""
+    return import_module("gradsync.kernels.low_rank_triton")

@@ -10,15 +10,21 @@
 #include <immintrin.h>
 #endif
 
-#define SMALLEST 0x1p-100f /* the largest value of a block that is not as good as zero */
-#define LOST 0x1p127f      /* and the one from which on the block is lost */
-#define SIGN_UNIT 32768
+#define SMALLEST 0x1p-100f /* a block with a smaller maximum is as good as zero */
+#define LOST 0x1p127f      /* one with this or more is lost */
+#define SIGN_UNIT 32768.0f
 
 /* x + ROUNDER has no room for a fraction: the addition rounds x to nearest even, and x is in the last bits. */
 #define ROUNDER 0x1.8p23f
 #define ROUNDER_BITS 0x4b400000
 
 static inline int32_t round_up(int32_t n, int32_t unit) { return (n + unit - 1) & -unit; }
+
+/* The larger of |a| (its bits: they order like the numbers, and NaN comes last) and |b|. */
+static inline int32_t larger(int32_t a, float b) {
+    int32_t size = (int32_t)(bits_of_float(b) & 0x7fffffff);
+    return size > a ? size : a;
+}
 
 static inline uint32_t mix(uint32_t x) {
     x = (x ^ x >> 16) * 0x7feb352d;
@@ -48,7 +54,8 @@ static inline void pad_topk(const block_t *block, uint8_t *head, uint8_t *body) 
 static void lose(enum method method, const block_t *block, uint8_t *head, uint8_t *body) {
     static const uint32_t nan = 0x7fc00000;
     if (method == TOPK) {
-        for (int32_t i = 0; i < block->kept; i++) ((uint16_t *)head)[i] = (uint16_t)i, ((uint16_t *)body)[i] = nan >> 16;
+        uint16_t *indices = (uint16_t *)head, *values = (uint16_t *)body;
+        for (int32_t i = 0; i < block->kept; i++) indices[i] = (uint16_t)i, values[i] = nan >> 16;
         pad_topk(block, head, body);
         return;
     }

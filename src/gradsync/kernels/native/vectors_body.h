@@ -1,6 +1,5 @@
-/* Vectors of one instruction set, and half types to and from them: included by each body. LEVEL names the instruction
- * set, TARGET is the attribute that selects it, WIDTH is the bytes of its vectors. Needs halves.h, and immintrin.h where
- * there is one. */
+/* Vectors of one instruction set, and half types to and from them: included by each body. LEVEL names the set, TARGET
+ * is the attribute that selects it, WIDTH is the bytes of its vectors. Needs halves.h, and immintrin.h if there is. */
 
 #define GLUE_(a, b) a##_##b
 #define GLUE(a, b) GLUE_(a, b)

@@ -1,0 +1,49 @@
+"""One tensor at a time, compressed: what `all_reduce(compress=...)` keeps ready for tensors of a form."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from gradsync.compress.choice import Param
+from gradsync.exchange.exact import Exact
+from gradsync.exchange.parcel import Item, Parcel
+from gradsync.exchange.shipping import Shipping, travelling_devices
+from gradsync.plan import Plan
+from gradsync.transport.lane import Lane
+
+
+class Compressed:
+    """Sums of tensors on one device by one plan. No residuals: one tensor need not follow from the one before."""
+
+    def __init__(self, lane: Lane, parent: dist.ProcessGroup, plan: Plan, device: torch.device, timeout: float) -> None:
+        """Every rank of the group makes it at once."""
+        self._lane = lane
+        exact = Exact(lane, parent, plan.algorithm, travelling_devices(parent, [device], plan), timeout)
+        self._shipping = Shipping(lane, parent, exact, plan, device, timeout)
+        self._parcel: Parcel | None = None
+
+    def reduce(self, tensor: torch.Tensor, scale: float) -> None:
+        """Replace `tensor` by its sum over the ranks; each brings `scale` times its own."""
+        parcel = self._parcel_for(tensor)
+        flat = parcel.items[0].of(parcel.flat)
+        torch.mul(tensor.detach(), scale, out=flat)
+        ticket = self._shipping.launch(parcel)
+        self._shipping.flush()
+        self._lane.wait(ticket)
+        with torch.no_grad():
+            tensor.copy_(flat)
+
+    def _parcel_for(self, tensor: torch.Tensor) -> Parcel:
+        """The last one, if it had this form: then its tables and buffers are there already."""
+        last = self._parcel
+        if last is None or last.items[0].shape != tuple(tensor.shape) or last.flat.dtype != tensor.dtype:
+            flat = torch.zeros(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+            item = Item("the tensor", 0, tuple(tensor.shape), torch.empty(tensor.shape, device="meta").stride())
+            choice = self._shipping.choose(Param(item.name, item.shape, tensor.dtype))
+            last = Parcel(0, flat, [item], replace(choice, feedback=False, exact_steps=0))
+            self._shipping.prepare([last], compress=True)
+            self._parcel = last
+        return last
