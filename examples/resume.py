@@ -28,7 +28,7 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def save(file: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, sync: gs.GradSync) -> None:
-    """Each rank its own file, since parts of a GradSync's state are its own; never a half-written one."""
+    """Each rank its own file, for what compression has not sent yet is its own; never a half-written one."""
     state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict(), "sync": sync.state_dict()}
     temporary = file.with_suffix(".tmp")
     torch.save(state, temporary)
@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="where checkpoints go")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
+    parser.add_argument("--compress", action="store_true", help="send gradients in 8 bits")
     parser.add_argument("--die", type=int, nargs=2, metavar=("RANK", "STEP"), help="kill this rank there, once")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
@@ -61,7 +62,7 @@ def main() -> None:
     gs.init()
     rank = dist.get_rank()
     model, optimizer = build()
-    sync = gs.attach(model, optimizer)
+    sync = gs.attach(model, optimizer, gs.Plan(compress=gs.int8() if arguments.compress else None))
     start = newest(arguments.folder, rank) or 0
     if start:
         state = torch.load(arguments.folder / f"rank{rank}-{start}.pt", weights_only=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,21 +21,38 @@ def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """The weights of a run in which nobody dies."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    quiet = torchrun(folder)
-    assert quiet.returncode == 0, quiet.stderr
-    return torch.load(folder / "final.pt", weights_only=True)
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, torch.Tensor]]:
+    """`undisturbed(*arguments)`: the weights of a run in which nobody dies."""
+
+    @cache
+    def weights(*arguments: str) -> dict[str, torch.Tensor]:
+        folder = tmp_path_factory.mktemp("undisturbed")
+        quiet = torchrun(folder, *arguments)
+        assert quiet.returncode == 0, quiet.stderr
+        return torch.load(folder / "final.pt", weights_only=True)
+
+    return weights
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_killed_run_resumes_to_the_bit(rank: str, undisturbed: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    killed = torchrun(tmp_path, "--die", rank, "14")
+@pytest.mark.parametrize(("rank", "arguments"), [("0", []), ("1", []), ("1", ["--compress"])])
+def test_a_killed_run_resumes_to_the_bit(
+    rank: str, arguments: list[str], undisturbed: Callable[..., dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    killed = torchrun(tmp_path, "--die", rank, "14", *arguments)
     assert killed.returncode == 0, killed.stderr
     assert "resumes at step 10" in killed.stdout
     assert f"PeerLost: [rank {1 - int(rank)}/2 step 14" in killed.stderr
     assert f"rank {rank} (pid" in killed.stderr
     resumed = torch.load(tmp_path / "final.pt", weights_only=True)
-    for name in undisturbed:
-        assert torch.equal(undisturbed[name], resumed[name]), name
+    for name, weight in undisturbed(*arguments).items():
+        assert torch.equal(weight, resumed[name]), name
+
+
+def test_compression_leaves_something_to_resume(tmp_path: Path) -> None:
+    """What makes the test above say something: residuals are in the files, and differ between the ranks."""
+    assert torchrun(tmp_path, "--compress", "--steps", "10").returncode == 0
+    first, second = (torch.load(tmp_path / f"rank{rank}-10.pt", weights_only=True)["sync"] for rank in (0, 1))
+    mine, theirs = first["gradsync.rank0.residual.2.weight"], second["gradsync.rank1.residual.2.weight"]
+    assert mine.any()
+    assert theirs.any()
+    assert not torch.equal(mine, theirs)

@@ -23,12 +23,12 @@ from netlab import kernel
 def enter(init: int, act: Callable[[], int]) -> NoReturn:
     """Let a child `act` inside the host, and end with its exit code or by its signal."""
     folder = os.getcwd()
-    kernel.join(os.pidfd_open(init), kernel.HOST)
+    kernel.namespaces.join(init, kernel.HOST)
     os.chdir(folder)  # joining another mount namespace goes to its root
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a run that times out is ended by SIGABRT
     child = os.fork()
     if child == 0:
-        kernel.die_with_parent(signal.SIGKILL)
+        kernel.namespaces.die_with_parent(signal.SIGKILL)
         os._exit(act())
     signal.signal(signal.SIGABRT, signal.SIG_IGN)  # it is the command that is asked for its stacks
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

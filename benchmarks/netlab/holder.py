@@ -26,12 +26,12 @@ from netlab import kernel
 def main(name: str, lab: int) -> None:
     watched = os.pidfd_open(lab)  # before the new process namespace, in which the lab has no number
     hosts = "".join(iter(sys.stdin.readline, "\n"))
-    kernel.unshare(kernel.HOST)
+    kernel.namespaces.unshare(kernel.HOST)
     ready, told = os.pipe()
     init = os.fork()
     if init == 0:
         os.close(ready)
-        kernel.die_with_parent(signal.SIGKILL)
+        kernel.namespaces.die_with_parent(signal.SIGKILL)
         _furnish(name, hosts)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans become ours, and nobody waits for them
         os.write(told, b"!")  # fails if the keeper ended before it could be watched

@@ -1,27 +1,23 @@
-"""The four system calls that Python 3.11 has no name for."""
+"""The system calls that make a host: those for namespaces, which the package has too, and mounts."""
 
 from __future__ import annotations
 
 import ctypes
-import os
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 
-NEWNS, NEWUTS, NEWPID, NEWNET = 0x0002_0000, 0x0400_0000, 0x2000_0000, 0x4000_0000
-HOST = NEWNS | NEWUTS | NEWPID | NEWNET
+# From its file: by way of the package it would take the seconds that importing torch takes.
+_FILE = Path(__file__).resolve().parents[2] / "src/gradsync/cli/slow_link/namespaces.py"
+_spec = spec_from_file_location("namespaces", _FILE)
+assert _spec is not None
+assert _spec.loader is not None
+namespaces = module_from_spec(_spec)
+_spec.loader.exec_module(namespaces)
+
+HOST = namespaces.NEWNS | namespaces.NEWUTS | namespaces.NEWPID | namespaces.NEWNET
 """What a host has of its own: mounts, a name, processes and a network."""
 
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x4_0000
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def unshare(flags: int) -> None:
-    """New namespaces for this process (its children, for processes)."""
-    _check(_libc.unshare(flags), "unshare")
-
-
-def join(fd: int, flags: int) -> None:
-    """Enter the namespaces of a process, given by its pidfd; only this thread, where there are several."""
-    _check(_libc.setns(fd, flags), "setns")
 
 
 def mount(kind: str, where: str) -> None:
@@ -39,17 +35,7 @@ def keep_mounts_private() -> None:
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
 
 
-def die_with_parent(signal: int) -> None:
-    """Be sent `signal` when the parent ends, however it ends."""
-    _check(_libc.prctl(_PR_SET_PDEATHSIG, signal, 0, 0, 0), "prctl")
-
-
 def _mount(source: str, where: str, kind: str | None, flags: int) -> None:
     text = kind.encode() if kind is not None else None
-    _check(_libc.mount(source.encode(), where.encode(), text, ctypes.c_ulong(flags), None), f"mount {where}")
-
-
-def _check(code: int, call: str) -> None:
-    if code != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{call}: {os.strerror(number)}")
+    code = namespaces.libc.mount(source.encode(), where.encode(), text, ctypes.c_ulong(flags), None)
+    namespaces.check(code, f"mount {where}")

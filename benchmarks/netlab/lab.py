@@ -20,11 +20,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from gradsync.cli.slow_link.namespaces import missing_capabilities
+from gradsync.cli.slow_link.wiring import NoLink
 from netlab import wiring
 from netlab.crew import GRACE_S, Echo, Ended, Member, Start, follow, launch
 from netlab.nest import Nest
@@ -37,7 +38,6 @@ __all__ = ["Ended", "Lab", "LabError", "RankFailed", "Traffic", "available", "pa
 _HERE = Path(__file__).resolve().parent
 _ENTER = str(_HERE / "enter.py")
 _PYTHON = [sys.executable, "-I", "-S"]  # nothing that the user's environment could change; starts in 15 ms
-_CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
 
 
 class RankFailed(LabError):
@@ -219,16 +219,12 @@ def available() -> str | None:
     """Why there can be no lab here; None if there can be one."""
     if sys.platform != "linux":
         return "network namespaces are Linux's"
-    status = Path("/proc/self/status").read_text()
-    capabilities = int(next(line for line in status.splitlines() if line.startswith("CapEff")).split()[1], 16)
-    if missing := [name for name, bit in _CAPABILITIES.items() if not capabilities >> bit & 1]:
+    if missing := missing_capabilities():
         return f"making network namespaces needs root ({' and '.join(missing)})"
-    if find_spec("pyroute2") is None:
-        return "pyroute2 is not installed: pip install pyroute2"
     try:
         with Lab(hosts=3):
             return None
-    except (LabError, OSError) as error:
+    except (LabError, NoLink, OSError) as error:
         return str(error)
 
 

@@ -1,6 +1,6 @@
 """How does my training run over a slow network? Runs a command as ranks on hosts that this machine plays.
 
-Needs root (network namespaces) and pyroute2 (pip install pyroute2); leaves nothing behind.
+Needs root (network namespaces); leaves nothing behind.
 
 example:
   python benchmarks/netlab/main.py --hosts 2 --ranks 2 --rate 100mbit -- python train.py

@@ -1,7 +1,6 @@
 """The arms, as data: a name, how its replica is made, and where it takes part.
 
-To add one, add a line to `COMPRESSORS` or to `ARMS`. An arm that the installed gradsync cannot make is left out, and
-`main.py` says so.
+To add one, add a line to `COMPRESSORS` or to `ARMS`.
 """
 
 from __future__ import annotations
@@ -9,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 import gradsync as gs
+from gradsync.compress.choice import Compressor
 from slow_link.replica import Replica, ddp, ddp_powersgd, ours, plain
 
 BASE = "no sync"
@@ -23,18 +22,17 @@ DDPS = ("DDP", "DDP, bucket view")
 HALF = "DDP, fp16 hook"
 EXACT = "gradsync"
 
-# Made late: gradsync may not have them yet.
-COMPRESSORS: dict[str, Callable[[], Any]] = {
-    "bf16": lambda: gs.bf16(),
-    "fp16": lambda: gs.fp16(),
-    "int8": lambda: gs.int8(),
-    "int4": lambda: gs.int4(),
-    "sign": lambda: gs.sign(),
-    "topk 1 %": lambda: gs.topk(0.01),
-    "topk 0.1 %": lambda: gs.topk(0.001, block=16384),  # of 1024 it would be two: 0.2 %
-    "randomk 1 %": lambda: gs.randomk(0.01),
-    "powersgd 4": lambda: gs.powersgd(4),
-    "by parameter": lambda: gs.by_parameter(
+COMPRESSORS: dict[str, Compressor] = {
+    "bf16": gs.bf16(),
+    "fp16": gs.fp16(),
+    "int8": gs.int8(),
+    "int4": gs.int4(),
+    "sign": gs.sign(),
+    "topk 1 %": gs.topk(0.01),
+    "topk 0.1 %": gs.topk(0.001, block=16384),  # of 1024 it would be two: 0.2 %
+    "randomk 1 %": gs.randomk(0.01),
+    "powersgd 4": gs.powersgd(4),
+    "by parameter": gs.by_parameter(
         [
             gs.rule(dims=1, compress=None),
             gs.rule("characters.*", compress=gs.bf16()),  # embeddings
@@ -59,11 +57,11 @@ class Arm:
     make: Callable[[nn.Module, Optimizer], Replica]
     window: int = 1
     learns: bool = True
-    compress: Callable[[], Any] | None = None
+    compress: Compressor | None = None
 
 
-def _compressed(recipe: Callable[[], Any]) -> Arm:
-    return Arm(partial(ours, plan=lambda: gs.Plan(compress=recipe())), compress=recipe)
+def _compressed(recipe: Compressor) -> Arm:
+    return Arm(partial(ours, plan=gs.Plan(compress=recipe)), compress=recipe)
 
 
 ARMS: dict[str, Arm] = {
@@ -73,20 +71,7 @@ ARMS: dict[str, Arm] = {
     HALF: Arm(partial(ddp, view=True, half=True)),
     "DDP, PowerSGD hook 4": Arm(partial(ddp_powersgd, rank=4)),
     "DDP, accumulate 4": Arm(partial(ddp, view=True, every=4), window=4, learns=False),
-    EXACT: Arm(partial(ours, plan=gs.Plan)),
-    "gradsync, accumulate 4": Arm(partial(ours, plan=lambda: gs.Plan(pace=gs.accumulate(4))), window=4),
+    EXACT: Arm(partial(ours, plan=gs.Plan())),
+    "gradsync, accumulate 4": Arm(partial(ours, plan=gs.Plan(pace=gs.accumulate(4))), window=4),
     **{f"gradsync, {name}": _compressed(recipe) for name, recipe in COMPRESSORS.items()},
 }
-
-
-def missing() -> list[str]:
-    """Arms whose recipe this gradsync does not know."""
-    return [name for name, arm in ARMS.items() if arm.compress is not None and not _known(arm.compress)]
-
-
-def _known(recipe: Callable[[], Any]) -> bool:
-    try:
-        gs.Plan(compress=recipe())
-    except (AttributeError, TypeError):
-        return False
-    return True

@@ -15,7 +15,7 @@ from slow_link.target import Curve, mean_curve, runs_by_task
 # All in px.
 _LEFT, _PANEL, _GAP, _TOP, _HEIGHT, _FOOT, _KEY = 56, 380, 52, 66, 340, 50, 200
 _LINE = 18  # of the key
-_TICKS_S = {1: "1 s", 10: "10 s", 60: "1 min", 600: "10 min", 3600: "1 h", 36000: "10 h"}
+_TICKS_S = {1: "1 s", 10: "10 s", 30: "30 s", 60: "1 min", 300: "5 min", 1800: "30 min", 7200: "2 h", 36000: "10 h"}
 
 
 def picture(results: Results) -> str:

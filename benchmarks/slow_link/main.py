@@ -22,7 +22,7 @@ sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or 
 import bench_harness  # noqa: E402
 from gradsync.ranks import RankPool  # noqa: E402
 from slow_link import bars, curves, replicas, report, store  # noqa: E402
-from slow_link.arms import ARMS, missing  # noqa: E402
+from slow_link.arms import ARMS  # noqa: E402
 from slow_link.loss import Task, learn  # noqa: E402
 from slow_link.model import SIZES  # noqa: E402
 
@@ -69,12 +69,8 @@ def table(options: argparse.Namespace) -> None:
 
 
 def _arms(asked: list[str] | None, fits: Callable[[str], bool]) -> list[str]:
-    """Those asked for, or all that fit; without those that cannot be made here."""
-    lacking = missing()
-    arms = [name for name in ARMS if (name in asked if asked else fits(name))]
-    if left_out := [name for name in arms if name in lacking]:
-        print(f"left out, since this gradsync has no such compressor: {'; '.join(left_out)}", file=sys.stderr)
-    return [name for name in arms if name not in lacking]
+    """Those asked for, or all that fit."""
+    return [name for name in ARMS if (name in asked if asked else fits(name))]
 
 
 def _facts(options: argparse.Namespace) -> dict[str, Any]:

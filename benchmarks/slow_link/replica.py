@@ -84,9 +84,9 @@ def ddp_powersgd(model: nn.Module, optimizer: Optimizer, *, rank: int) -> Replic
     return Replica(model, wrapped, optimizer, claimed)
 
 
-def ours(model: nn.Module, optimizer: Optimizer, *, plan: Callable[[], gs.Plan]) -> Replica:
-    """gradsync; the plan is made late, since not every gradsync knows every recipe."""
-    sync = gs.attach(model, optimizer, plan())
+def ours(model: nn.Module, optimizer: Optimizer, *, plan: gs.Plan) -> Replica:
+    """gradsync."""
+    sync = gs.attach(model, optimizer, plan)
 
     def claimed() -> Any:
         return sync.stats()["sent_nbytes"]

@@ -30,11 +30,11 @@ def plays(arm: str) -> bool:
 def learn(task: Task, arm: str, seed: int, device: str) -> dict[str, Any]:
     """One cell, as `loss.learn` gives it."""
     torch.set_num_threads(1)  # several runs side by side, of other seeds, do more than several threads
-    shape, recipe = SIZES[task.size], ARMS[arm].compress
+    shape = SIZES[task.size]
     model = build(shape, seed).to(device)
     optimizer = adamw(model)
     named = dict(model.named_parameters())
-    averaging = Averaging(named, None if recipe is None else recipe(), task.ranks)
+    averaging = Averaging(named, ARMS[arm].compress, task.ranks)
     unseen = _on(device, data.held_out(shape))
     looks = set(task.looks())
     train: list[torch.Tensor] = []

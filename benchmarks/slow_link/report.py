@@ -40,7 +40,8 @@ def _where(facts: Facts) -> str:
     machine = facts["machine"]
     return (
         f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}, commit {facts['commit']}; "
-        f"{facts['parameters'] / 1e6:.1f} million parameters, {facts['rounds']} rounds."
+        f"{facts['parameters'] / 1e6:.1f} million parameters, {facts['rounds']} rounds; "
+        f"load before it {facts['load_before']:.1f}; what waits sends {facts['beats_nbytes_per_s'] / 1e3:.1f} KB/s."
     )
 
 

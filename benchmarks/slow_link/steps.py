@@ -13,6 +13,7 @@ from the turns of the arm that sends nothing, and taken off by the second.
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -48,13 +49,21 @@ class Turn(NamedTuple):
 
 def measure(rate: str, arms: list[str], rounds: int) -> dict[str, Any]:
     """Every arm at one rate; `rounds` samples of each."""
+    load = os.getloadavg()[0]  # of others, unless we ran a minute ago
     with Lab(hosts=2, rate=None if rate == "none" else rate) as lab, tempfile.TemporaryDirectory() as folder:
         progress = str(Path(folder) / "rounds")
         with follow(progress, _WARM_UP + rounds, f"{len(arms)} arms at {rate}"):
             by_rank = lab.spawn(play, [1, 1], arms, rounds, progress, timeout=10 * _HOUR_S)
     found = {name: _joined([rank["arms"][name] for rank in by_rank]) for name in arms}
     _refuse_if_uncompressed(found, 4 * by_rank[0]["parameters"])
-    return {"rounds": rounds, "parameters": by_rank[0]["parameters"], "text": data.read().digest, "arms": found}
+    return {
+        "rounds": rounds,
+        "parameters": by_rank[0]["parameters"],
+        "text": data.read().digest,
+        "load_before": round(load, 2),
+        "beats_nbytes_per_s": round(max(rank["chatter"] for rank in by_rank)),
+        "arms": found,
+    }
 
 
 def _refuse_if_uncompressed(found: dict[str, Any], exact_nbytes: int) -> None:
@@ -105,7 +114,7 @@ def play(arms: list[str], rounds: int, progress: str) -> dict[str, Any]:
         replica.close()
     dist.barrier()
     dist.destroy_process_group()
-    return {"arms": found, "parameters": parameters}
+    return {"arms": found, "parameters": parameters, "chatter": chatter}
 
 
 def _replica(name: str, shape: Shape) -> Replica:

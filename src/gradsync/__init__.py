@@ -38,6 +38,7 @@ from gradsync.errors import (
     SyncTimeout,
 )
 from gradsync.exchange.single import all_reduce, shared_empty
+from gradsync.integrations.ddp import ddp_hook
 from gradsync.launch import init
 from gradsync.plan import Plan, accumulate, every_step
 from gradsync.policy import Guard
@@ -63,6 +64,7 @@ __all__ = [
     "attach",
     "bf16",
     "by_parameter",
+    "ddp_hook",
     "error_feedback",
     "every_step",
     "fp16",

@@ -457,6 +457,8 @@ def call_differently(mine: str) -> str:
             sync.broadcast()
         elif mine == "load_state_dict":
             sync.load_state_dict(sync.state_dict())
+        elif mine == "state_dict(all_ranks=True)":
+            sync.state_dict(all_ranks=True)
         else:
             with sync.join():
                 model(torch.randn(2, 8)).sum().backward()
@@ -468,7 +470,7 @@ def call_differently(mine: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("mine", ["detach", "broadcast", "load_state_dict", "join"])
+@pytest.mark.parametrize("mine", ["detach", "broadcast", "load_state_dict", "state_dict(all_ranks=True)", "join"])
 def test_ranks_in_different_calls_are_told_instead_of_aborted(mine: str, run: Callable[..., Any]) -> None:
     first, second = run(call_differently, mine)
     assert "rank 0 is in a synchronization but rank 1 is in" in first

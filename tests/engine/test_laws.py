@@ -94,7 +94,7 @@ def load_different_states() -> str:
     assert ctx.sync is not None
     state = ctx.sync.state_dict()
     if ctx.rank == 1:
-        state["step"] = 17
+        state["gradsync.step"] = torch.tensor(17)
     with pytest.raises(gs.Disagreement) as caught:
         ctx.sync.load_state_dict(state)
     ctx.sync.detach()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradsync as gs
-from gradsync.pace.window import Window
+from gradsync.pace.window import Held, Window
 
 Parameters = list[tuple[str, torch.nn.Parameter]]
 
@@ -112,4 +112,4 @@ def test_a_window_in_the_middle_survives_a_checkpoint() -> None:
 
 @pytest.mark.parametrize("pace", [gs.every_step(), gs.accumulate(2)])
 def test_the_state_of_a_fresh_window_is_empty(pace: object) -> None:
-    assert Window(pace).state_dict() == {"backwards": 0, "hidden": {}}  # type: ignore[arg-type]
+    assert Window(pace).state_dict() == Held(0, {})  # type: ignore[arg-type]

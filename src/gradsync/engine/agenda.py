@@ -6,12 +6,10 @@ later parameters that were frozen, thawed, turned out sparse, or arrived twice i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from gradsync.engine.bucket import Bucket, Entry, Layout
+from gradsync.engine.checkpoint import Arrangement
 from gradsync.exchange.memory import Allocate
 from gradsync.exchange.shipping import Shipping
 from gradsync.guard.header import Headers, Mark
@@ -89,20 +87,15 @@ class Agenda:
         self.apart = [entry for entry in self._entries if entry.bucket is None]
         self._lane.describe = self._layout.describe
 
-    def state_dict(self) -> dict[str, object]:
-        """By parameter name."""
-        return {
-            "order": [self._names[index] for index in self._order],
-            "held": sorted(self._names[index] for index in self._held),
-            "learned": self.learned,
-        }
+    def arrangement(self) -> Arrangement:
+        """What was learned, by parameter name."""
+        order = [self._names[index] for index in self._order]
+        return Arrangement(order, sorted(self._names[index] for index in self._held), self.learned)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def arrange(self, arrangement: Arrangement) -> None:
+        """Lay the buckets out as another run did; every rank calls this at once, and knows all the names."""
         index = {name: i for i, name in enumerate(self._names)}
-        if sorted(state["order"]) != sorted(self._names):
-            strange = sorted(set(state["order"]) ^ set(self._names))[:3]
-            raise ValueError(f"this state is of another model: it does not agree about the parameters {strange}")
-        self._order = [index[name] for name in state["order"]]
-        self._held = {index[name] for name in state["held"]}
-        self.learned = bool(state["learned"])
+        self._order = [index[name] for name in arrangement.order]
+        self._held = {index[name] for name in arrangement.held}
+        self.learned = arrangement.learned
         self._lay_out(bytes(entry.param.requires_grad for entry in self._entries))

@@ -11,21 +11,16 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from gradsync.engine.inventory import Inventory, take_inventory
+from gradsync.engine.opening import Papers, open_shipping
 from gradsync.engine.reducer import Reducer
 from gradsync.engine.replicas import Buffers, broadcast_optimizer, broadcast_tensors
 from gradsync.engine.steps import Steps
 from gradsync.engine.synchronizer import GradSync
 from gradsync.errors import Disagreement
-from gradsync.exchange.exact import Exact
-from gradsync.exchange.shipping import Shipping, main_device, travelling_devices
-from gradsync.exchange.ways import Misfit
-from gradsync.guard.door import check_door
-from gradsync.guard.header import HEAD_NBYTES
 from gradsync.pace.window import Window
 from gradsync.plan import Plan
 from gradsync.policy import Guard
-from gradsync.transport.groups import group_timeout
-from gradsync.transport.lane import NET_S, Lane, open_lane
+from gradsync.transport.lane import Lane
 
 
 def attach(
@@ -80,24 +75,14 @@ def attach_engine(
         # What was refused is not looked at again: this rank only tells the others.
         refusal, inventory, plan, guard, optimizers = error, Inventory([], [], set()), Plan(), Guard(), []
         buffers = "broadcast"
-    timeout = guard.timeout if guard.timeout is not None else group_timeout(parent)
-    # Control only: the groups for data wait until the ranks have agreed on which they need.
-    lane = open_lane(parent, guard, timeout)
-    shared = plan.canonical() | {"buffers": buffers, "nonfinite": guard.nonfinite}
+    papers = Papers(
+        inventory.table(optimizers), plan.canonical() | {"buffers": buffers, "nonfinite": guard.nonfinite}, refusal
+    )
+    lane, exact, shipping = open_shipping(parent, plan, guard, inventory, papers, always)
     try:
-        check_door(lane, inventory.table(optimizers), shared, None if refusal is None else str(refusal))
-        if refusal is not None:
-            raise refusal
-        lane.open_team(HEAD_NBYTES + len(inventory.entries))
-        devices = _devices(inventory)
-        exact = Exact(lane, parent, plan.algorithm, travelling_devices(parent, devices, plan), timeout + NET_S)
-        shipping = Shipping(lane, parent, exact, plan, main_device(devices), timeout + NET_S, always)
         _start_alike(lane, inventory, optimizers)
     except BaseException as error:
-        # These all ranks come to together: nothing is under way.
-        lane.close(together=error is refusal or isinstance(error, Disagreement | Misfit))
-        if isinstance(error, Misfit):
-            raise ValueError(str(error)) from None
+        lane.close(together=isinstance(error, Disagreement))
         raise
     window = Window(plan.pace)
     travelling = Buffers(inventory.buffers if buffers == "broadcast" else [])
@@ -129,10 +114,6 @@ def _check_arguments(plan: Plan, guard: Guard, buffers: str) -> None:
         raise TypeError(f"guard must be a gs.Guard, got {guard!r}")
     if buffers not in ("broadcast", "none"):
         raise ValueError(f'buffers must be "broadcast" or "none", got {buffers!r}')
-
-
-def _devices(inventory: Inventory) -> set[torch.device]:
-    return {tensor.device for tensor in inventory.tensors()}
 
 
 def _start_alike(lane: Lane, inventory: Inventory, optimizers: list[Optimizer]) -> None:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from gradsync.engine.keeper import Keeper
 from gradsync.engine.replicas import Buffers, broadcast_optimizer, broadcast_tensors
 from gradsync.engine.steps import Steps
 from gradsync.errors import Disagreement, GradSyncError
-from gradsync.exchange.keeping import collect
 from gradsync.guard.calls import Call
 from gradsync.plan import Plan
 
-_STATE_FORMAT = 1
 _MAX_WEIGHT = 1e30
 
 
@@ -34,6 +30,7 @@ class GradSync:
         self._steps = steps
         self._reducer = steps.reducer
         self._lane = steps.reducer.lane
+        self._keeper = Keeper(plan, steps)
         self._attached = True
 
     @contextmanager
@@ -151,34 +148,27 @@ class GradSync:
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """What compression has not sent yet, by parameter: this rank's share of the mean. Copies."""
-        return collect(self._reducer.shipping.parcels).residuals
+        return self._reducer.shipping.kept().residuals
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to continue to the bit; local, without communication."""
-        return {
-            "format": _STATE_FORMAT,
-            "step": self._lane.step,
-            **self._reducer.agenda.state_dict(),
-            "unit": self._reducer.weighting.unit,
-            "window": self._steps.window.state_dict(),
-        }
+    def state_dict(self, *, all_ranks: bool = False) -> dict[str, torch.Tensor]:
+        """What a resumed run needs to continue to the bit: a flat dict of tensors, copies; docs/checkpoint.md.
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`; every rank calls it, and all must bring the same step and order."""
+        Local, without communication: every rank saves its own. With `all_ranks` every rank must call it; rank 0
+        gets the state of all, in host memory, and the others an empty dict.
+        """
+        if not all_ranks:
+            return self._keeper.state()
         self._refuse_if_detached()
-        if state.get("format") != _STATE_FORMAT:
-            raise ValueError(f"this state has format {state.get('format')!r}, this gradsync reads {_STATE_FORMAT}")
-        shared = [state[key] for key in ("step", "order", "held", "learned", "unit")]
-        digest = hashlib.blake2b(json.dumps(shared).encode(), digest_size=8).digest()
-        if len({head.digest for head in self._steps.meet(Call.LOAD, digest)}) > 1:
-            raise Disagreement(
-                f"{self._lane.place()} load_state_dict() got different states on different ranks, here of step "
-                f"{state['step']}; load states that were saved in the same step of the same run"
-            )
-        self._reducer.agenda.load_state_dict(state)
-        self._reducer.weighting.unit = float(state["unit"])
-        self._steps.window.load_state_dict(state["window"])
-        self._lane.step = int(state["step"])
+        return self._keeper.state_of_all()
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor] | None) -> None:
+        """Continue from `state_dict()`; every rank calls it, with its own state, that of all ranks, or none.
+
+        What a rank needs and another has comes from there: rank 0 alone may bring the state of all. With another
+        number of ranks the sum of residuals is kept. A warning names ranks whose residual nobody brings: it is zero.
+        """
+        self._refuse_if_detached()
+        self._keeper.load(state or {})
 
     def detach(self) -> None:
         """Take everything off again: hooks, groups, threads. Gradients stay as they are."""

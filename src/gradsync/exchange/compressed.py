@@ -16,7 +16,7 @@ from gradsync.transport.lane import Lane
 
 
 class Compressed:
-    """Sums of tensors on one device by one plan. No residuals: one tensor need not follow from the one before."""
+    """Sums of tensors on one device by one plan. Nothing is kept: one tensor need not follow from the one before."""
 
     def __init__(self, lane: Lane, parent: dist.ProcessGroup, plan: Plan, device: torch.device, timeout: float) -> None:
         """Every rank of the group makes it at once."""
@@ -24,12 +24,17 @@ class Compressed:
         exact = Exact(lane, parent, plan.algorithm, travelling_devices(parent, [device], plan), timeout)
         self._shipping = Shipping(lane, parent, exact, plan, device, timeout)
         self._parcel: Parcel | None = None
+        self._start: dict[str, torch.Tensor] = {}  # the factors from which each call begins
 
     def reduce(self, tensor: torch.Tensor, scale: float) -> None:
         """Replace `tensor` by its sum over the ranks; each brings `scale` times its own."""
         parcel = self._parcel_for(tensor)
         flat = parcel.items[0].of(parcel.flat)
-        torch.mul(tensor.detach(), scale, out=flat)
+        if scale == 1.0:
+            flat.copy_(tensor.detach())
+        else:
+            torch.mul(tensor.detach(), scale, out=flat)
+        parcel.factors = dict(self._start)
         ticket = self._shipping.launch(parcel)
         self._shipping.flush()
         self._lane.wait(ticket)
@@ -44,6 +49,7 @@ class Compressed:
             item = Item("the tensor", 0, tuple(tensor.shape), torch.empty(tensor.shape, device="meta").stride())
             choice = self._shipping.choose(Param(item.name, item.shape, tensor.dtype))
             last = Parcel(0, flat, [item], replace(choice, feedback=False, exact_steps=0))
+            self._shipping.prepare([], compress=False)  # forgets what it had for another form
             self._shipping.prepare([last], compress=True)
-            self._parcel = last
+            self._parcel, self._start = last, dict(last.factors)
         return last

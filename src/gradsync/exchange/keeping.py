@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from gradsync.exchange.parcel import Parcel
+from gradsync.compress.powersgd import PowerSGD, matrix, start_q
+from gradsync.exchange.parcel import Item, Parcel
 
 
 class Kept(NamedTuple):
@@ -15,6 +16,19 @@ class Kept(NamedTuple):
 
     residuals: dict[str, torch.Tensor]  # in the parameter's shape, fp32
     factors: dict[str, torch.Tensor]  # PowerSGD's Q
+
+
+def begin(parcels: Iterable[Parcel]) -> Kept:
+    """What is kept before the first compressed step: residuals of zero, the first Q."""
+    kept = Kept({}, {})
+    for parcel in parcels:
+        codec, device = parcel.choice.codec, parcel.flat.device
+        for item in parcel.items:
+            if parcel.choice.feedback:
+                kept.residuals[item.name] = torch.zeros(item.shape, device=device)
+            if isinstance(codec, PowerSGD):
+                kept.factors[item.name] = start_q(item.param, codec.rank, codec.seed).to(device)
+    return kept
 
 
 def collect(parcels: Iterable[Parcel]) -> Kept:
@@ -29,11 +43,22 @@ def collect(parcels: Iterable[Parcel]) -> Kept:
     return kept
 
 
-def place(kept: Kept, parcels: Iterable[Parcel]) -> None:
-    """Put what is kept where its parameter is now; what has no place there is dropped."""
+def place(kept: Kept, parcels: Iterable[Parcel]) -> Kept:
+    """Put what is kept where its parameter is now; return what has no place there.
+
+    A Q of another shape, from another rank of PowerSGD, is of no use: the first one serves.
+    """
+    left = Kept(dict(kept.residuals), dict(kept.factors))
     for parcel in parcels:
         for item in parcel.items:
-            if parcel.residual is not None and item.name in kept.residuals:
-                item.of(parcel.residual).copy_(kept.residuals[item.name])
-            if item.name in kept.factors:
-                parcel.factors[item.name] = kept.factors[item.name].to(parcel.flat.device, copy=True)
+            if parcel.residual is not None and item.name in left.residuals:
+                item.of(parcel.residual).copy_(left.residuals.pop(item.name))
+            factor = left.factors.pop(item.name, None)
+            if factor is not None and _fits(factor, parcel, item):
+                parcel.factors[item.name] = factor.to(parcel.flat.device, copy=True)
+    return left
+
+
+def _fits(factor: torch.Tensor, parcel: Parcel, item: Item) -> bool:
+    codec = parcel.choice.codec
+    return isinstance(codec, PowerSGD) and factor.shape == (matrix(item.param.shape)[1], codec.rank)

@@ -49,6 +49,11 @@ class Parcel:
         return self.flat.numel() * self.flat.element_size()
 
     @property
+    def raw_nbytes(self) -> int:
+        """What its gradients take, without the gaps between them."""
+        return sum(item.param.numel for item in self.items) * self.flat.element_size()
+
+    @property
     def payload_nbytes(self) -> int:
         """What one rank's payload takes, as its compressor claims."""
         if self.choice.codec is None:

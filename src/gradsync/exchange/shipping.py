@@ -30,7 +30,7 @@ from gradsync.exchange.journeys.low_rank import LowRank
 from gradsync.exchange.journeys.plain import Plain
 from gradsync.exchange.journeys.route import Route
 from gradsync.exchange.journeys.sampling import Sampling
-from gradsync.exchange.keeping import collect, place
+from gradsync.exchange.keeping import Kept, begin, collect, place
 from gradsync.exchange.parcel import Parcel
 from gradsync.exchange.staging import HOST, wire_device
 from gradsync.plan import Plan
@@ -56,6 +56,7 @@ class Shipping:
         """Every rank of the group makes it at once. `even_alone`: one rank alone compresses too (to measure it)."""
         self.tally = Tally()
         self.parcels: list[Parcel] = []
+        self._waiting = Kept({}, {})  # what has no place now: of frozen parameters, or on one rank alone
         self._lane = lane
         self._exact = exact
         self._compress = plan.compress if lane.groups.size > 1 or even_alone else None
@@ -81,15 +82,46 @@ class Shipping:
 
         `compress` False: not yet.
         """
-        kept = collect(self.parcels)
-        self.parcels, self._routes = parcels, {}
-        travelling = [parcel for parcel in parcels if compress and parcel.choice.codec is not None]
+        self.remove(self.parcels)
+        self.add(parcels, compress)
+
+    def add(self, parcels: list[Parcel], compress: bool = True) -> None:
+        """These buckets travel too from now on, and begin with what waits for them; every rank calls this at once."""
+        self.parcels = self.parcels + parcels
+        # What holds nothing has nothing to compress.
+        travelling = [p for p in parcels if compress and p.choice.codec is not None and p.flat.numel()]
         for parcel in travelling:
             if parcel.choice.feedback and self._encodes(parcel.choice):
                 parcel.residual = torch.zeros_like(parcel.flat, dtype=torch.float32)
-        place(kept, travelling)
+        self._waiting = place(self._waiting, travelling)
         for parcel in travelling:
             self._routes[parcel.index] = self._route(parcel)
+
+    def remove(self, parcels: list[Parcel]) -> None:
+        """These buckets travel no more; what was kept for them waits."""
+        now, gone = collect(parcels), {parcel.index for parcel in parcels}
+        self._waiting = Kept(self._waiting.residuals | now.residuals, self._waiting.factors | now.factors)
+        self.parcels = [parcel for parcel in self.parcels if parcel.index not in gone]
+        self._routes = {index: route for index, route in self._routes.items() if index not in gone}
+
+    def kept(self) -> Kept:
+        """Copies of all that is kept between steps; before compression begins, what it will begin with."""
+        compressed = [parcel for parcel in self.parcels if self._encodes(parcel.choice)]
+        now = collect(compressed) if self._routes else begin(compressed)
+        return Kept(now.residuals | self._waiting.residuals, now.factors | self._waiting.factors)
+
+    def expect(self, parcels: list[Parcel]) -> None:
+        """Such buckets will be added: what compression begins with waits for them."""
+        self._waiting = begin(parcel for parcel in parcels if self._encodes(parcel.choice))
+
+    def replace(self, kept: Kept) -> None:
+        """Forget these buckets and what is kept for them: the next ones begin with this instead."""
+        self.parcels, self._routes, self._waiting = [], {}, kept
+
+    @property
+    def waiting(self) -> list[str]:
+        """The parameters with a residual that are not compressed now, so that nothing sends it."""
+        return sorted(self._waiting.residuals)
 
     def launch(self, parcel: Parcel) -> Ticket:
         """Start a bucket's journey."""
@@ -100,7 +132,7 @@ class Shipping:
             plain = Plain(parcel, self._everybody)
             return self._send(parcel, plain.go(step), parcel.nbytes)
         account = self.tally.account(parcel.choice.label)
-        account.sent(step, route.way, parcel.nbytes, parcel.payload_nbytes, route.sent_nbytes)
+        account.sent(step, route.way, parcel.raw_nbytes, parcel.payload_nbytes, route.sent_nbytes)
         journey = route.go(step)
         if self._audit_every is not None and step % self._audit_every == 0:
             journey = audited(journey, parcel, self._everybody, self.tally, step)

@@ -76,7 +76,7 @@ def _refuse_misfit(lane: Lane, algorithm: Algorithm | None, on_nccl: list[str]) 
         warnings.warn(
             f"{algorithm!r} on NCCL sends point to point, which was not measured: no two GPUs were at hand; "
             "gs.native() is the default there",
-            stacklevel=6,
+            stacklevel=7,
         )
 
 
@@ -84,7 +84,7 @@ def _host_ways(
     lane: Lane, parent: dist.ProcessGroup, algorithm: Algorithm | None, timeout: float
 ) -> tuple[dict[type, HostRoute], Cluster | None]:
     if lane.lacks and isinstance(algorithm, SharedMemory | Hierarchical | None):
-        warnings.warn(f"{lane.lacks}; the process group serves instead of shared memory", stacklevel=7)
+        warnings.warn(f"{lane.lacks}; the process group serves instead of shared memory", stacklevel=8)
     if len(lane.hosts) == 1 and isinstance(algorithm, SharedMemory | None):
         return ({} if lane.team is None else {SharedMemory: SharedRoute(lane, lane.team)}), None
     if MESSAGES not in lane.groups.data:
@@ -100,7 +100,7 @@ def _host_way(lane: Lane, recipe: Recipe) -> HostRoute:
         try:
             return LevelRoute(lane, lane.team)
         except NotEnoughMemory as error:
-            warnings.warn(f"{error}; hierarchical() sends messages inside the hosts too", stacklevel=8)
+            warnings.warn(f"{error}; hierarchical() sends messages inside the hosts too", stacklevel=9)
     return MessageRoute(lane, recipe)
 
 

@@ -38,6 +38,13 @@ def agree(lane: Lane, document: Document, explain: Callable[[list[Document], lis
     raise Disagreement(explain(documents, list(lane.groups.ranks)))
 
 
+def share(lane: Lane, document: Document) -> list[Document]:
+    """Every rank's document, on every rank."""
+    text = json.dumps(document).encode()
+    lengths = [int.from_bytes(row, "little") for row in lane.exchange(len(text).to_bytes(8, "little"))]
+    return [json.loads(row) for row in lane.exchange(text.ljust(max(lengths), b" "))]
+
+
 def majority(values: list[Any], ranks: list[int]) -> tuple[str, str, str, str]:
     """The commonest value with its ranks, and the first other one with its ranks.
 

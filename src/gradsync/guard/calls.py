@@ -25,6 +25,7 @@ class Call(enum.IntEnum):
     BROADCAST = 2
     LOAD = 3
     DETACH = 4
+    GATHER = 5
 
 
 _NAMES = {
@@ -33,6 +34,7 @@ _NAMES = {
     Call.BROADCAST: "broadcast() or the end of join()",
     Call.LOAD: "load_state_dict()",
     Call.DETACH: "detach()",
+    Call.GATHER: "state_dict(all_ranks=True)",
 }
 
 

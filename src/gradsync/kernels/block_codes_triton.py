@@ -22,6 +22,7 @@ from gradsync.kernels.block_tiles_triton import (
     HEAD,
     INT4,
     INT8,
+    LAUNCH,
     LOST,
     MAGNITUDE,
     NAN,
@@ -32,6 +33,7 @@ from gradsync.kernels.block_tiles_triton import (
     num_columns,
     num_warps,
     order,
+    places,
     read,
     rows_of,
     write,
@@ -61,7 +63,7 @@ def encode(
         return
     grid, shape = _shape(code, len(table.rows))
     arguments = (flat, left, table.rows, payload, len(table.rows), _salt(key))
-    _encode_kernel[grid](*arguments, MODE=int(mode), STOCHASTIC=code.stochastic, enable_fp_fusion=False, **shape)
+    _encode_kernel[grid](*arguments, MODE=int(mode), STOCHASTIC=code.stochastic, **shape, **LAUNCH)
 
 
 def decode(code: Code, payloads: torch.Tensor, table: BlockTable, flat: torch.Tensor) -> None:
@@ -71,7 +73,7 @@ def decode(code: Code, payloads: torch.Tensor, table: BlockTable, flat: torch.Te
         return
     grid, shape = _shape(code, len(table.rows))
     arguments = (payloads, len(payloads), payloads.stride(0), table.rows, len(table.rows), flat)
-    block_decode_triton.decode_kernel[grid](*arguments, enable_fp_fusion=False, **shape)
+    block_decode_triton.decode_kernel[grid](*arguments, **shape, **LAUNCH)
 
 
 def _shape(code: Code, num_blocks: int) -> tuple[tuple[int], dict[str, int]]:
@@ -115,7 +117,6 @@ def _encode_kernel(
 ):
     row, live, start, length = rows_of(rows, num_blocks, ROWS)
     if BLOCK == WIDTH and tl.min(is_plain(start, length, BLOCK), 0) == 1:
-        start = tl.multiple_of(start, 16)
         _encode_tile(flat, residual, payload, row, live, start, length, salt, METHOD, WIDTH, MODE, STOCHASTIC, True)
     else:
         _encode_tile(flat, residual, payload, row, live, start, length, salt, METHOD, WIDTH, MODE, STOCHASTIC, False)
@@ -138,7 +139,7 @@ def _encode_tile(
     WHOLE: tl.constexpr,
 ):
     index = order(length, METHOD, WIDTH, WHOLE)
-    where, within = start[:, None] + index, index < length[:, None]
+    where, within = places(start, index, WHOLE), index < length[:, None]
     v = read(flat, where, within, WHOLE)
     if MODE == FEEDBACK:
         v += read(residual, where, within, WHOLE)

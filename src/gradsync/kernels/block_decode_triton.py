@@ -14,6 +14,7 @@ from gradsync.kernels.block_tiles_triton import (
     is_plain,
     num_columns,
     order,
+    places,
     rows_of,
     write,
 )
@@ -37,8 +38,7 @@ def decode_kernel(
     head, body = tl.load(row + HEAD, live, 0), tl.multiple_of(tl.load(row + BODY, live, 0), 16)
     if BLOCK == WIDTH and tl.min(is_plain(start, length, BLOCK), 0) == 1:
         total = _sum(payloads, num_payloads, stride, head, body, length, METHOD, WIDTH, True)
-        where = tl.multiple_of(start, 16)[:, None] + order(length, METHOD, WIDTH, True)
-        write(flat, where, total, True, True)
+        write(flat, places(start, order(length, METHOD, WIDTH, True), True), total, True, True)
     else:
         total = _sum(payloads, num_payloads, stride, head, body, length, METHOD, WIDTH, False)
         index = order(length, METHOD, WIDTH, False)

@@ -31,6 +31,9 @@ NAN = tl.constexpr(0x7FC00000)
 ELEMENTS_PER_WARP = 1024
 _MAX_WARPS = 16
 
+# For [Same bits]; and a bound on registers, which the way of whole tiles does not need: what has to spill is the other.
+LAUNCH = {"enable_fp_fusion": False, "maxnreg": 128}
+
 
 def num_warps(width: int) -> int:
     """For a tile with rows of so many elements: one warp if it can be, which then reduces without barriers."""
@@ -73,6 +76,13 @@ def num_columns(length, METHOD: tl.constexpr):
 def is_plain(start, length, BLOCK: tl.constexpr):
     """Whether blocks are whole and on a border; see [Whole tiles]."""
     return ((length == BLOCK) & (start % 16 == 0)).to(tl.int32)
+
+
+@triton.jit
+def places(start, index, WHOLE: tl.constexpr):
+    """A tile's elements in the flat tensor. The hint is for this tile: `start` itself is that of the other way too."""
+    where = start[:, None] + index
+    return tl.multiple_of(where, (1, 16)) if WHOLE else where
 
 
 @triton.jit

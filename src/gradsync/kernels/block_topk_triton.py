@@ -21,6 +21,7 @@ from gradsync.kernels.block_tiles_triton import (
     FEEDBACK,
     HEAD,
     KEPT,
+    LAUNCH,
     LENGTH,
     LOST,
     MAGNITUDE,
@@ -28,7 +29,6 @@ from gradsync.kernels.block_tiles_triton import (
     START,
     is_plain,
     keep,
-    num_warps,
     read,
     write,
 )
@@ -37,38 +37,27 @@ from gradsync.kernels.blocks import BlockTable, Mode
 _STRIDE = tl.constexpr(128)  # sizes that lie a factor of two apart
 _NAN = tl.constexpr(0x7FC0)
 _CHUNK = tl.constexpr(32)
+_ELEMENTS_PER_WARP = 512
 
 
 def encode(
     block: int, flat: torch.Tensor, residual: torch.Tensor, table: BlockTable, payload: torch.Tensor, mode: Mode
 ) -> None:
     """See `blocks.encode`."""
-    _encode_kernel[(len(table.rows),)](
-        flat,
-        residual,
-        table.rows,
-        payload,
-        BLOCK=block,
-        MODE=int(mode),
-        num_warps=num_warps(block),
-        enable_fp_fusion=False,
-    )
+    arguments = (flat, residual, table.rows, payload)
+    _encode_kernel[(len(table.rows),)](*arguments, BLOCK=block, MODE=int(mode), num_warps=_num_warps(block), **LAUNCH)
 
 
 def decode(block: int, payloads: torch.Tensor, table: BlockTable, flat: torch.Tensor) -> None:
     """See `blocks.decode`. Sums in half types are made in fp32 elsewhere: a block is not in registers here."""
     sums = flat if flat.dtype == torch.float32 else torch.empty_like(flat, dtype=torch.float32)
-    _decode_kernel[(len(table.rows),)](
-        payloads,
-        len(payloads),
-        payloads.stride(0),
-        table.rows,
-        flat,
-        sums,
-        BLOCK=block,
-        ROUND=sums is not flat,
-        num_warps=num_warps(block),
-    )
+    arguments = (payloads, len(payloads), payloads.stride(0), table.rows, flat, sums)
+    _decode_kernel[(len(table.rows),)](*arguments, BLOCK=block, ROUND=sums is not flat, num_warps=_num_warps(block))
+
+
+def _num_warps(block: int) -> int:
+    """Several elements of a block for each thread, with their sizes and places."""
+    return min(max(1, block // _ELEMENTS_PER_WARP), 16)
 
 
 # Encoding

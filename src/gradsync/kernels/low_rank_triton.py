@@ -1,12 +1,14 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disable-error-code="assignment"
 """PowerSGD's passes on a GPU: what `low_rank` says, each matrix read and written once per pass.
 
     project        12 bytes an element   read grad and residual, write residual; sums of p in registers
     project_back    4                    read residual; sums over parts of 256 rows, then over the parts
     restore        12                    read residual, write residual and grad
 
-A tile is [RANK, ROWS, COLUMNS], RANK being the rank or the next power of two: multiplied in fp32, without tensor
-cores, which would round to TF32. q comes with its long side together in memory (qᵀ), so that a read has 16 bytes.
+A program is one warp with a tile [ROWS, COLUMNS] and as many sums of that shape as the rank, in a tuple: multiplied in
+fp32, without tensor cores, which would round to TF32. Small factors come with their long side together in memory (qᵀ),
+so that a read has 16 bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import triton  # type: ignore[import-not-found,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 
 _COLUMNS = 128  # a warp's reads of 16 bytes, side by side
-_SUMS = 64  # of a tile: RANK · ROWS, half of a thread's registers
+_SUMS = 16  # of a tile: rank · ROWS; with 4 columns each they are half of a thread's registers
+_MAX_ROWS = 8
 _PART = 256  # rows
 _HELD = 4096  # elements of p in the registers of a program of `orthogonalize`
 
@@ -27,7 +30,7 @@ def project(grad: torch.Tensor, residual: torch.Tensor, q: torch.Tensor) -> torc
     p = q.new_empty(batch, m, q.shape[2])
     tile = _tile(q.shape[2])
     grid = (triton.cdiv(m, tile["ROWS"]), batch)
-    _project_kernel[grid](grad, residual, q.mT.contiguous(), p, m, n, q.shape[2], **tile)
+    _project_kernel[grid](grad, residual, q.mT.contiguous(), p, m, n, **tile)
     return p
 
 
@@ -37,7 +40,7 @@ def project_back(residual: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     num_parts = triton.cdiv(m, _PART)
     parts = p.new_empty(num_parts, batch, p.shape[2], n)
     grid = (triton.cdiv(n, _COLUMNS), num_parts, batch)
-    _project_back_kernel[grid](residual, p, parts, m, n, p.shape[2], PART=_PART, **_tile(p.shape[2]))
+    _project_back_kernel[grid](residual, p, parts, m, n, PART=_PART, **_tile(p.shape[2]))
     return parts.sum(0).mT.contiguous()
 
 
@@ -46,11 +49,10 @@ def restore(
 ) -> None:
     """See `low_rank.restore`."""
     batch, m, n = grad.shape
-    tile = _tile(p.shape[2])
+    tile = _tile(p.shape[2]) | {"ROWS": _MAX_ROWS}
     sound = p.isfinite().flatten(1).all(1)
-    grid = (triton.cdiv(n, _COLUMNS), triton.cdiv(m, tile["ROWS"]), batch)
-    factors = (p, q_own.mT.contiguous(), q_sum.mT.contiguous())
-    _restore_kernel[grid](grad, residual, *factors, sound, m, n, p.shape[2], **tile)
+    grid = (triton.cdiv(n, _COLUMNS), triton.cdiv(m, _MAX_ROWS), batch)
+    _restore_kernel[grid](grad, residual, p, q_own.mT.contiguous(), q_sum.mT.contiguous(), sound, m, n, **tile)
 
 
 def orthogonalize(p: torch.Tensor, vanished: float) -> None:
@@ -64,75 +66,82 @@ def orthogonalize(p: torch.Tensor, vanished: float) -> None:
 
 
 def _tile(rank: int) -> dict[str, int]:
-    padded = triton.next_power_of_2(rank)
-    return {"RANK": padded, "ROWS": max(_SUMS // padded, 4), "COLUMNS": _COLUMNS}
+    rows = min(max(_SUMS // triton.next_power_of_2(rank), 1), _MAX_ROWS)
+    return {"RANK": rank, "ROWS": rows, "COLUMNS": _COLUMNS, "num_warps": 1}
 
 
 @triton.jit
-def _project_kernel(grad, residual, q, p, m, n, rank, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _project_kernel(grad, residual, q, p, m, n, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """ROWS rows of a matrix, from left to right."""
     matrix = tl.program_id(1).to(tl.int64)
-    k, row = tl.arange(0, RANK), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    sums = tl.zeros((RANK, ROWS, COLUMNS), tl.float32)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    grad, residual, q = grad + matrix * m * n, residual + matrix * m * n, q + matrix * n * RANK
+    sums = _zeros(RANK, ROWS, COLUMNS)
     for first in range(0, n, COLUMNS):
-        column = first + tl.arange(0, COLUMNS)
-        e_at, inside = _place(residual, matrix, row, column, m, n)
-        g_at, inside = _place(grad, matrix, row, column, m, n)
-        e = tl.load(e_at, inside, 0.0) + tl.load(g_at, inside, 0.0).to(tl.float32)
-        tl.store(e_at, e, inside)
-        q_at, inside = _place(q, matrix, k, column, rank, n)
-        sums += e[None, :, :] * tl.load(q_at, inside, 0.0)[:, None, :]
-    p_at, inside = _place(p, matrix, row, k, m, rank)
-    tl.store(p_at, tl.trans(tl.sum(sums, 2)), inside)
+        column = first + tl.arange(0, COLUMNS)[None, :]
+        inside = (row < m) & (column < n)
+        e = tl.load(residual + (row * n + column), inside, 0.0)
+        e += tl.load(grad + (row * n + column), inside, 0.0).to(tl.float32)
+        tl.store(residual + (row * n + column), e, inside)
+        sums = _added(sums, e, q + column, n, column < n, RANK)
+    for k in tl.static_range(RANK):
+        tl.store(p + (matrix * m + row) * RANK + k, tl.sum(sums[k], 1, keep_dims=True), row < m)
 
 
 @triton.jit
 def _project_back_kernel(
-    residual, p, parts, m, n, rank, PART: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    residual, p, parts, m, n, PART: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """COLUMNS columns of a matrix, down one part."""
-    matrix = tl.program_id(2).to(tl.int64)
-    k, column = tl.arange(0, RANK), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    sums = tl.zeros((RANK, ROWS, COLUMNS), tl.float32)
+    matrix, part = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    residual, p = residual + matrix * m * n, p + matrix * m * RANK
+    sums = _zeros(RANK, ROWS, COLUMNS)
     for first in range(0, PART, ROWS):
-        row = tl.program_id(1) * PART + first + tl.arange(0, ROWS)
-        e_at, inside = _place(residual, matrix, row, column, m, n)
-        sums += tl.load(e_at, inside, 0.0)[None, :, :] * _rows_of(p, matrix, k, row, m, rank)[:, :, None]
-    part = tl.program_id(1) * tl.num_programs(2) + matrix
-    part_at, inside = _place(parts, part, k, column, rank, n)
-    tl.store(part_at, tl.sum(sums, 1), inside)
+        row = part * PART + first + tl.arange(0, ROWS)[:, None]
+        e = tl.load(residual + (row * n + column), (row < m) & (column < n), 0.0)
+        sums = _added(sums, e, p + row * RANK, 1, row < m, RANK)
+    parts += (part * tl.num_programs(2) + matrix) * RANK * n
+    for k in tl.static_range(RANK):
+        tl.store(parts + k * n + column, tl.sum(sums[k], 0, keep_dims=True), column < n)
 
 
 @triton.jit
 def _restore_kernel(
-    grad,
-    residual,
-    p,
-    q_own,
-    q_sum,
-    sound,
-    m,
-    n,
-    rank,
-    RANK: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    grad, residual, p, q_own, q_sum, sound, m, n, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """One tile of a matrix."""
     matrix = tl.program_id(2).to(tl.int64)
-    k, row = tl.arange(0, RANK), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    where, inside = matrix * m * n + (row * n + column), (row < m) & (column < n)
+    e = tl.load(residual + where, inside, 0.0)
+    g = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for k in tl.static_range(RANK):
+        factor = tl.load(p + (matrix * m + row) * RANK + k, row < m, 0.0)
+        at = (matrix * RANK + k) * n + column
+        g += factor * tl.load(q_sum + at, column < n, 0.0)
+        e -= factor * tl.load(q_own + at, column < n, 0.0)
     is_sound = tl.load(sound + matrix) != 0  # see [Spoiled matrices]
-    e_at, inside = _place(residual, matrix, row, column, m, n)
-    g_at, inside = _place(grad, matrix, row, column, m, n)
-    e = tl.load(e_at, inside, 0.0)
-    factor = _rows_of(p, matrix, k, row, m, rank)[:, :, None]
-    q_at, within = _place(q_sum, matrix, k, column, rank, n)
-    g = tl.sum(factor * tl.load(q_at, within, 0.0)[:, None, :], 0)
-    q_at, within = _place(q_own, matrix, k, column, rank, n)
-    e -= tl.sum(factor * tl.load(q_at, within, 0.0)[:, None, :], 0)
-    tl.store(g_at, tl.where(is_sound, g, float("nan")), inside)
-    tl.store(e_at, tl.where(is_sound, e, 0.0), inside)
+    tl.store(grad + where, tl.where(is_sound, g, float("nan")), inside)
+    tl.store(residual + where, tl.where(is_sound, e, 0.0), inside)
+
+
+@triton.jit
+def _zeros(RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    sums = ()
+    for _ in tl.static_range(RANK):
+        sums = sums + (tl.zeros((ROWS, COLUMNS), tl.float32),)  # noqa: RUF005
+    return sums
+
+
+@triton.jit
+def _added(sums, e, factors, stride, within, RANK: tl.constexpr):
+    """A tile times each of RANK factors, which are rows or columns `stride` elements apart, added to its sums."""
+    more = ()
+    for k in tl.static_range(RANK):
+        more = more + (sums[k] + e * tl.load(factors + k * stride, within, 0.0),)  # noqa: RUF005
+    return more
 
 
 @triton.jit(do_not_specialize=["vanished"])
@@ -172,13 +181,6 @@ def _products(p, k, i, m, rank, RANK: tl.constexpr, COLUMNS: tl.constexpr, OWN: 
 @triton.jit
 def _pick(values, k, i):
     return tl.sum(tl.where(k == i, values, 0.0), 0)
-
-
-@triton.jit
-def _rows_of(p, matrix, k, row, m, rank):
-    """Rows of p, as columns of a tile [RANK, ROWS]."""
-    inside = (k[:, None] < rank) & (row[None, :] < m)
-    return tl.load(p + matrix * m * rank + row[None, :] * rank + k[:, None], inside, 0.0)
 
 
 @triton.jit

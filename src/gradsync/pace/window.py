@@ -9,11 +9,19 @@ again and adds to them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 
 from gradsync.plan import Accumulate, Pace
+
+
+class Held(NamedTuple):
+    """What an open window holds."""
+
+    backwards: int
+    hidden: dict[str, torch.Tensor]
 
 
 class Window:
@@ -40,6 +48,10 @@ class Window:
         """Whether the window's last backward has been."""
         return self.backwards >= self.k * self.per_batch
 
+    def has_room_for(self, backwards: int) -> bool:
+        """Whether a window of this pace is still open after so many."""
+        return backwards < self.k * self.per_batch
+
     def hide(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
         """Move every gradient out of sight."""
         for name, parameter in parameters:
@@ -62,16 +74,10 @@ class Window:
         self.backwards = 0
         self._hidden.clear()
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> Held:
         """What a window in the middle must not lose over a checkpoint."""
-        return {
-            "backwards": self.backwards,
-            "hidden": {name: grad.clone() for name, grad in self._hidden.items()},
-        }
+        return Held(self.backwards, {name: grad.clone() for name, grad in self._hidden.items()})
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        backwards, hidden = state["backwards"], state["hidden"]
-        assert isinstance(backwards, int)
-        assert isinstance(hidden, dict)
-        self.backwards = backwards
-        self._hidden = {name: grad.clone() for name, grad in hidden.items()}
+    def load_state_dict(self, state: Held) -> None:
+        self.backwards = state.backwards
+        self._hidden = {name: grad.clone() for name, grad in state.hidden.items()}

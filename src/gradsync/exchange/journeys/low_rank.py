@@ -88,9 +88,12 @@ class LowRank:
                 self._keep(batch, q_before)
 
     def _keep(self, batch: Batch, before: torch.Tensor) -> None:
-        """Where the next step begins; after a NaN: where this one did."""
-        sound = batch.q.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
-        for item, q in zip(batch.items, torch.where(sound, batch.q, before), strict=True):
+        """Where the next step begins; a column that came to nothing, or to NaN: where this one did.
+
+        A matrix of a lower rank leaves columns of zeros, and from zeros no step would ever find anything again.
+        """
+        size = batch.q.abs().amax(-2, keepdim=True)
+        for item, q in zip(batch.items, torch.where(size.isfinite() & (size > 0), batch.q, before), strict=True):
             self._parcel.factors[item.name] = q
 
 

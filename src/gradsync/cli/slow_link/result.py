@@ -1,0 +1,63 @@
+"""What came of the arms over a slow link, from the ranks' ledgers; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gradsync.cli.slow_link.arms import ARMS, COMPRESSED, Ledger
+from gradsync.cli.story.arms import DDP
+from gradsync.cli.story.result import Spread, spread
+
+
+@dataclass(frozen=True)
+class ArmResult:
+    """One line of the table."""
+
+    arm: str
+    step_ms: Spread
+    times_as_fast_as_ddp: float
+    sent_mb: float  # by each rank in each step, without headers
+    validation_loss: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """The whole table and what stands around it."""
+
+    rate: str
+    threads_per_rank: int
+    steps: int
+    num_parameters: int
+    arms: list[ArmResult]
+
+    def arm(self, name: str) -> ArmResult:
+        return next(arm for arm in self.arms if arm.arm == name)
+
+    @property
+    def fastest(self) -> ArmResult:
+        """Of those that compress by gradsync."""
+        return min((arm for arm in self.arms if arm.arm in COMPRESSED), key=lambda arm: arm.step_ms.median)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"command": "demo --slow-link", **asdict(self)}
+
+
+def sum_up(ledgers: Sequence[dict[str, Ledger]], rate: str, threads: int, steps: int, num_parameters: int) -> Result:
+    """The result of a run, from what each rank wrote down."""
+    times = {name: _step_ms([ledger[name] for ledger in ledgers]) for name in ARMS}
+    arms = [_line(name, times, [ledger[name] for ledger in ledgers]) for name in ARMS]
+    return Result(rate, threads, steps, num_parameters, arms)
+
+
+def _line(name: str, times: dict[str, Spread], ranks: Sequence[Ledger]) -> ArmResult:
+    loss = ranks[0].validation_loss
+    assert loss is not None
+    sent_mb = max(rank.sent_nbytes for rank in ranks) / 1e6
+    return ArmResult(name, times[name], times[DDP].median / times[name].median, sent_mb, loss)
+
+
+def _step_ms(ranks: Sequence[Ledger]) -> Spread:
+    """A step ends with its last rank."""
+    return spread([1e3 * max(same) for same in zip(*(rank.steps_s for rank in ranks), strict=True)])

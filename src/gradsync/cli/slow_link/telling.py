@@ -1,0 +1,71 @@
+"""A slow link's result as a table and as sentences; pure."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from gradsync.cli.slow_link.arms import UNTIMED
+from gradsync.cli.slow_link.result import Result
+from gradsync.cli.story.arms import ALONE, DDP
+
+FOOTNOTE = (
+    f"step ms: median (middle half) without the first {UNTIMED} steps; the arms run one after the other. MB sent: by each "
+    "rank in a step, as the link counted them, without headers. DDP: gradient_as_bucket_view=True. validation loss: "
+    "rank 0's, on files held out, in nats per character; so few steps say little about it."
+)
+_CLEARLY = 1.1  # a gain smaller than this is none
+
+
+def table(result: Result) -> Table:
+    """One line per arm."""
+    title = f"{result.steps} steps on 2 ranks, {_threads(result.threads_per_rank)} each, over {result.rate}"
+    grid = Table(title=title, title_justify="left", title_style="bold")
+    grid.add_column("arm", no_wrap=True)
+    for name in ("step ms", "times as fast\nas DDP", "MB\nsent", "validation\nloss"):
+        grid.add_column(name, justify="right", no_wrap=True)
+    for arm in result.arms:
+        grid.add_row(
+            arm.arm,
+            f"{arm.step_ms.median:.0f} ({arm.step_ms.low:.0f}-{arm.step_ms.high:.0f})",
+            f"{arm.times_as_fast_as_ddp:.2f}",
+            f"{arm.sent_mb:.2f}",
+            f"{arm.validation_loss:.4f}",
+        )
+    return grid
+
+
+def sentences(result: Result) -> list[str]:
+    """What one sees in the table."""
+    return [_on_speed(result), _on_a_fast_link(result), _on_loss(result)]
+
+
+def _on_speed(result: Result) -> str:
+    fastest, ddp = result.fastest, result.arm(DDP)
+    bytes_sent = f"it sends {fastest.sent_mb:.2f} MB where DDP sends {ddp.sent_mb:.2f}"
+    if fastest.times_as_fast_as_ddp < _CLEARLY:
+        return f"On this link compression buys nothing: {bytes_sent}, but the link is not what a step waits for."
+    return (
+        f"On this link compression makes a step {fastest.times_as_fast_as_ddp:.1f} times as fast ({fastest.arm}): "
+        f"{bytes_sent}."
+    )
+
+
+def _on_a_fast_link(result: Result) -> str:
+    alone, ddp = result.arm(ALONE).step_ms.median, result.arm(DDP).step_ms.median
+    return (
+        f"Computing alone takes {alone:.0f} ms of DDP's {ddp:.0f}: on a link so fast that only this is left it would buy "
+        "nothing, and still change the gradients. That is why compress=None is the default."
+    )
+
+
+def _on_loss(result: Result) -> str:
+    fastest, ddp = result.fastest, result.arm(DDP)
+    return (
+        f"After the same {result.steps} steps the loss is {ddp.validation_loss:.2f} with DDP and "
+        f"{fastest.validation_loss:.2f} with {fastest.arm}: what counts is the loss after the same time, so try it on "
+        "your model."
+    )
+
+
+def _threads(count: int) -> str:
+    return "1 thread" if count == 1 else f"{count} threads"

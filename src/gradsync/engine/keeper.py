@@ -1,0 +1,131 @@
+"""Takes the state of a running GradSync, and gives it one to continue from."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from gradsync.compress import recipes
+from gradsync.engine.checkpoint import (
+    Part,
+    Saved,
+    Shared,
+    State,
+    add_up,
+    fitting,
+    flatten,
+    flatten_part,
+    flatten_shared,
+    read,
+)
+from gradsync.engine.handover import Claim, Hand, check_claims, deal, gather, take
+from gradsync.engine.steps import Steps
+from gradsync.errors import listed
+from gradsync.exchange.keeping import Kept
+from gradsync.guard.agreement import share
+from gradsync.guard.calls import Call
+from gradsync.pace.window import Held
+from gradsync.plan import Plan
+
+
+class Keeper:
+    """Knows which parts of the engine have something to keep."""
+
+    def __init__(self, plan: Plan, steps: Steps) -> None:
+        self._steps = steps
+        self._window = steps.window
+        self._reducer = steps.reducer
+        self._lane = steps.reducer.lane
+        self._shapes = {entry.name: tuple(entry.param.shape) for entry in steps.reducer.entries}
+        recipe = {"combine": plan.combine, "compress": recipes.canonical(plan.compress)}
+        self._recipe = fitting(json.dumps(recipe))
+
+    # Taking
+
+    def state(self) -> State:
+        """This rank's."""
+        return flatten(self._saved())
+
+    def state_of_all(self) -> State:
+        """Every rank's, on rank 0."""
+        self._steps.meet(Call.GATHER)
+        rank, saved = self._lane.groups.rank, self._saved()
+        with self._steps.failing():
+            return gather(
+                self._lane, flatten_shared(saved.shared, saved.factors), flatten_part(rank, saved.parts[rank])
+            )
+
+    def _saved(self) -> Saved:
+        kept, window = self._reducer.shipping.kept(), self._window.state_dict()
+        shared = Shared(
+            step=self._lane.step,
+            world_size=self._lane.groups.size,
+            unit=self._reducer.weighting.unit,
+            backwards=window.backwards,
+            recipe=self._recipe,
+            arrangement=self._reducer.agenda.arrangement(),
+        )
+        part = Part(kept.residuals, window.hidden, len(window.hidden), self._reducer.weighting.weight)
+        return Saved(shared, kept.factors, {self._lane.groups.rank: part})
+
+    # Giving
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Continue from it. Nothing has changed here before all ranks have found that they can."""
+        saved, refusal = None, None
+        try:
+            saved = read(state, self._shapes)
+        except (TypeError, ValueError) as error:
+            refusal = error
+        self._steps.meet(Call.LOAD)
+        claim = Claim.of(saved, refusal, keeps=len(self._reducer.shipping.kept().residuals))
+        with self._steps.failing():
+            claims = [Claim(**words) for words in share(self._lane, claim._asdict())]
+        check_claims(claims, self._lane, refusal)
+        hand = deal(claims)
+        with self._steps.failing():
+            taken = take(self._lane, saved, hand, claims, self._shapes)
+            goes_on = hand.whole and self._window.has_room_for(taken.shared.backwards)
+            self._continue(taken, goes_on)
+        if self._lane.groups.rank == 0:  # all ranks see the same
+            for change in self._changes(taken, hand, goes_on):
+                warnings.warn(f"{self._lane.place()} {change}", stacklevel=3)
+
+    def _continue(self, taken: Saved, goes_on: bool) -> None:
+        shared, parts = taken.shared, list(taken.parts.values())
+        self._reducer.shipping.replace(Kept(add_up(parts), taken.factors))
+        self._reducer.agenda.arrange(shared.arrangement)
+        self._reducer.weighting.unit = shared.unit
+        self._reducer.weighting.weight = parts[0].weight if goes_on else None
+        self._window.load_state_dict(Held(shared.backwards, parts[0].hidden) if goes_on else Held(0, {}))
+        self._lane.step = shared.step
+
+    def _changes(self, taken: Saved, hand: Hand, goes_on: bool) -> Iterator[str]:
+        """What is not as it was."""
+        shared = taken.shared
+        if hand.lost:
+            yield (
+                f"nobody brings the state of {listed(hand.lost)} of {shared.world_size}: its residual is zero, and "
+                "what it had not sent yet is lost. Load every rank's state to keep it"
+            )
+        if shared.backwards and not goes_on:
+            yield (
+                f"this state was saved inside a window of accumulate(k), {shared.backwards} backward calls after its "
+                "beginning, and their gradients are lost: the window begins anew. To go on in it takes the same pace, "
+                "as many ranks, every rank's state, and a saver that keeps hidden gradients "
+                "(torch.distributed.checkpoint does not: with it, save while sync.mid_window is False)"
+            )
+        if shared.recipe != self._recipe and hand.any_kept:
+            yield (
+                f"this state was saved with {shared.recipe}, and this plan says {self._recipe}; what was not sent yet "
+                "is taken over, PowerSGD's Q only where it fits"
+            )
+        waiting = self._reducer.shipping.waiting
+        if waiting and shared.arrangement.learned:
+            yield (
+                f"{len(waiting)} parameters with a residual, {waiting[0]} among them, are not compressed here (one "
+                "rank alone compresses nothing): what was not sent yet stays in state_dict() until they are"
+            )

@@ -1,0 +1,1 @@
+"""gradsync inside what others have written: `DistributedDataParallel` here."""

@@ -1,0 +1,221 @@
+"""What stands behind a DDP hook: buckets come, leave on our lane, and are back when backward has ended.
+
+    backward      │ g g g │ g g g │ g g g │ end │ DDP copies the averages to .grad
+    hook          │       │ bucket 0      │ bucket 1
+    lane          │       │ ──────────────│ ────────── │
+    futures                                            └ completed by `_finish`
+
+Note [Who waits]
+    DDP waits for a hook's futures in a callback at the end of backward. Ours is queued from the last bucket's hook,
+    just before DDP queues its own, so it runs first, on the same thread and streams: it waits on the lane, with all
+    the lane's bounds, and completes the futures. No thread is needed, and an error leaves `backward()` as itself;
+    through a future it would arrive as the text of a RuntimeError. Two cases have no such callback, and the last
+    bucket's hook itself waits: a static graph, which DDP reduces from inside its own callback, and a rank that has no
+    more inputs and shadows the others under `Join`, outside of any backward.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from gradsync.compress import recipes
+from gradsync.engine.bucket import Entry
+from gradsync.engine.checkpoint import Arrangement, Part, Saved, Shared, State, add_up, fitting, flatten, read
+from gradsync.engine.handover import Claim, check_claims, deal, take
+from gradsync.engine.hooks import in_backward, queue_callback
+from gradsync.engine.opening import Opened
+from gradsync.errors import Disagreement, GradSyncError, PeerFault, listed
+from gradsync.exchange.keeping import Kept
+from gradsync.guard.agreement import share
+from gradsync.integrations.accord import compare
+from gradsync.integrations.load import Load
+from gradsync.integrations.loads import Loads
+from gradsync.plan import Plan
+from gradsync.trace import Recorder
+from gradsync.transport.page import Phase
+from gradsync.transport.team import Cards
+from gradsync.transport.tickets import Ticket
+
+_CLOSED = "this DDP hook was closed; wrap the model again and register a new one"
+
+
+class Trip(NamedTuple):
+    """A bucket under way."""
+
+    load: Load
+    buffer: torch.Tensor
+    tickets: list[Ticket]
+    future: Future[torch.Tensor]
+
+
+class DDPState:
+    """The state of a communication hook; made by `ddp_hook`."""
+
+    def __init__(
+        self, plan: Plan, entries: list[Entry], opened: Opened, ddp: weakref.ref[DistributedDataParallel]
+    ) -> None:
+        self.plan = plan
+        self._lane, _, self._shipping = opened
+        self._ddp = ddp  # weakly: DDP holds us
+        self._shapes = {entry.name: tuple(entry.param.shape) for entry in entries}
+        self._loads = Loads(entries, opened)
+        self._trips: list[Trip] = []  # of the step under way
+        self._recorder = Recorder()
+        self._scale = 1.0 / self._lane.groups.size
+        self._over: str | None = None  # why nothing more is sent
+
+    # A step, bucket by bucket
+
+    def launch(self, bucket: GradBucket) -> Future[torch.Tensor]:
+        """Start a bucket; its future is completed when the averages are there."""
+        self._refuse_if_over()
+        with self._failing():
+            buffer = bucket.buffer()
+            self._lane.at(Phase.BACKWARD, bucket.index())
+            load = self._loads.find(bucket) or self._make(bucket)
+            load.put_in(buffer, self._scale)
+            tickets = [self._shipping.launch(parcel) for parcel in load.parcels]
+            future: Future[torch.Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
+            self._trips.append(Trip(load, buffer, tickets, future))
+            if bucket.is_last():
+                self._shipping.flush()
+                self._see_to_the_end()
+        return future
+
+    def _make(self, bucket: GradBucket) -> Load:
+        """A new bucket: what is under way comes to its end first."""
+        self._shipping.flush()
+        self._wait()
+        return self._loads.make(bucket)
+
+    def _see_to_the_end(self) -> None:
+        """See [Who waits]."""
+        ddp = self._ddp()
+        if in_backward() and not (ddp is not None and ddp.static_graph):
+            queue_callback(self._finish)
+        else:
+            self._finish()
+
+    def _finish(self) -> None:
+        with self._failing():
+            self._lane.at(Phase.SYNCHRONIZING)
+            self._recorder.start_waiting(any(not channel.on_host for channel in self._lane.groups.data.values()))
+            self._wait()
+            for trip in self._trips:
+                trip.future.set_result(trip.load.take_out(trip.buffer))
+            self._close_record()
+            self._trips = []
+            self._lane.step += 1
+            self._lane.at(Phase.COMPUTING)
+
+    def _wait(self) -> None:
+        try:
+            for trip in self._trips:
+                for ticket in trip.tickets:
+                    self._lane.wait(ticket)
+        except Cards as error:
+            raise Disagreement(
+                f"{self._lane.place()} the ranks of this host came to different sums: {'; '.join(error.cards)}; "
+                "every rank must run as many backwards as the others"
+            ) from None
+
+    def _close_record(self) -> None:
+        tickets = [ticket for trip in self._trips for ticket in trip.tickets]
+        spans = [(ticket.launched_at, ticket.finished_at) for ticket in tickets if ticket.finished_at]
+        nbytes = sum(ticket.nbytes for ticket in tickets)
+        self._recorder.finish_step(self._lane.step, spans, nbytes, len(tickets), None)
+
+    # What it cost, and what is kept
+
+    def stats(self) -> dict[str, float | int | str | None]:
+        """What the last steps cost: medians, as a flat dict; docs/stats.md explains each key."""
+        stats = self._recorder.stats()
+        stats["sent_nbytes"], stats["algorithm"] = self._shipping.wire() if stats["nbytes"] else (0, None)
+        return stats | self._shipping.tally.stats()
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """What compression has not sent yet, by parameter: this rank's share of the mean. Copies."""
+        return self._shipping.kept().residuals
+
+    def state_dict(self) -> State:
+        """What a resumed run needs beside model and optimizer: a flat dict of tensors, local, without communication.
+
+        Each rank saves its own. It has the form of `GradSync.state_dict()`, and either takes the other's.
+        """
+        kept, size = self._shipping.kept(), self._lane.groups.size
+        recipe = fitting(json.dumps({"combine": self.plan.combine, "compress": recipes.canonical(self.plan.compress)}))
+        # DDP learns its own order anew in every run.
+        arrangement = Arrangement(list(reversed(self._shapes)), [], learned=False)
+        shared = Shared(self._lane.step, size, 1.0, 0, recipe, arrangement)
+        return flatten(Saved(shared, kept.factors, {self._lane.groups.rank: Part(kept.residuals, {}, 0)}))
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Continue from `state_dict()`; every rank calls it, between two steps, with what it has: its own, or all."""
+        self._refuse_if_over()
+        saved, refusal = None, None
+        try:
+            saved = read(state, self._shapes)
+        except (TypeError, ValueError) as error:
+            refusal = error
+        with self._failing():
+            compare(self._lane, "load_state_dict()")
+            claim = Claim.of(saved, refusal, keeps=len(self.residuals()))
+            claims = [Claim(**words) for words in share(self._lane, claim._asdict())]
+        check_claims(claims, self._lane, refusal)
+        hand = deal(claims)
+        with self._failing():
+            taken = take(self._lane, saved, hand, claims, self._shapes)
+        self._loads.forget()
+        self._shipping.replace(Kept(add_up(taken.parts.values()), taken.factors))
+        self._lane.step = taken.shared.step
+        if hand.lost and self._lane.groups.rank == 0:
+            warnings.warn(
+                f"{self._lane.place()} nobody brings the state of {listed(hand.lost)} of {taken.shared.world_size}: "
+                "what it had not sent yet is lost",
+                stacklevel=2,
+            )
+
+    def close(self) -> None:
+        """Leave: groups and threads end. Every rank calls it; a backward through this hook is then an error."""
+        if self._over == _CLOSED:
+            return
+        together = self._over is None and self._said_goodbye()
+        self._over = _CLOSED
+        self._loads.forget()
+        self._lane.close(together)
+
+    # Small things
+
+    def _said_goodbye(self) -> bool:
+        """Wait until every rank is here, so that nobody closes a connection another still reads."""
+        try:
+            compare(self._lane, "close()")
+        except GradSyncError:
+            return False
+        return True
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """After an error nothing more is sent: ranks no longer know where they are."""
+        try:
+            yield
+        except BaseException as error:
+            if self._over is None:
+                self._over = f"{self._lane.place()} an earlier synchronization failed; restart the job"
+                if not isinstance(error, PeerFault):  # otherwise the lane has said already who is to blame
+                    self._lane.fail()
+            raise
+
+    def _refuse_if_over(self) -> None:
+        if self._over is not None:
+            raise GradSyncError(self._over)
