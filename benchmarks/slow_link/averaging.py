@@ -19,7 +19,7 @@ from gradsync.compress.choice import EXACT, Choice, Compressor, Param
 from gradsync.exchange.journeys.route import Route
 from gradsync.exchange.memory import Form
 from gradsync.exchange.parcel import Item, Parcel
-from gradsync.exchange.shipping import _route_of  # the one place that knows which codec travels how
+from gradsync.exchange.shipping import route_of  # the one place that knows which codec travels how
 from gradsync.trace.tally import Account
 
 _ALIGN = 16  # elements: parameters lie on borders of 64 bytes, as in the engine's buckets
@@ -74,7 +74,7 @@ class Convoy:
         if choice.codec is not None:
             for rank, parcel in enumerate(self.parcels):
                 parcel.residual = torch.zeros_like(parcel.flat) if choice.feedback else None
-                self.routes.append(_route_of(choice.codec, parcel, Seat(self.table, rank), device, self.account))
+                self.routes.append(route_of(choice.codec, parcel, Seat(self.table, rank), device, self.account))
 
     def load(self, rank: int, gradients: dict[str, torch.Tensor]) -> None:
         """Divided by the number of ranks, as the engine does: what is averaged is a sum."""

@@ -11,6 +11,7 @@ from gradsync.cli.story.model import CharTransformer, Shape, loss_of
 
 SIZES = {
     "large": Shape(layers=6, width=384, heads=6, context=64, batch=4),  # 10.8 million parameters
+    "large, batch 32": Shape(layers=6, width=384, heads=6, context=64, batch=32),  # the same, for a GPU
     "small": Shape(layers=4, width=192, heads=6, context=64, batch=4),  # 1.8 million
 }
 

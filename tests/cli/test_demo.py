@@ -38,7 +38,8 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run_tiny(capsys: pytest.CaptureFixture[str], **options: Any) -> Any:
     """The command on a model of a few thousand parameters; its JSON."""
-    assert demo.run(argparse.Namespace(**{"ranks": 2, "kill": None, "json": True, "shape": TINY} | options)) == 0
+    usual = {"ranks": 2, "steps": None, "kill": None, "slow_link": None, "json": True, "shape": TINY}
+    assert demo.run(argparse.Namespace(**usual | options)) == 0
     return json.loads(capsys.readouterr().out)
 
 

@@ -1,4 +1,4 @@
-"""`gradsync demo`: a small model trained four ways at once, and a table that tells the story."""
+"""`gradsync demo`: a small model trained several ways, and a table that tells the story."""
 
 from __future__ import annotations
 
@@ -15,6 +15,12 @@ from rich.text import Text
 
 from gradsync.cli.arguments import BadInput, Parser, whole_number
 from gradsync.cli.progress import follow
+from gradsync.cli.slow_link import result as slow_result
+from gradsync.cli.slow_link import telling as slow_telling
+from gradsync.cli.slow_link.arms import ARMS as SLOW_ARMS
+from gradsync.cli.slow_link.crossing import train as train_over_link
+from gradsync.cli.slow_link.rights import check_link, has_rights, rerun
+from gradsync.cli.slow_link.wiring import Shaper, bits_per_second
 from gradsync.cli.story.arms import ARMS, DDP, GRADSYNC, MAX_RANKS, train
 from gradsync.cli.story.death import KILL_STEP, Death, Fate, watch_death
 from gradsync.cli.story.model import Shape, build
@@ -25,6 +31,9 @@ from gradsync.ranks import RankPool
 
 _MAX_THREADS = 4  # per rank: more would only get into each other's way in so small a model
 _HOUR_S = 3600.0
+_STEPS, _SLOW_STEPS = 120, 8
+_SHAPE = Shape()
+_SLOW_SHAPE = Shape(width=256, batch=4)  # few characters for its size: the link has more to do than the processor
 
 _DESCRIPTION = """\
 Trains a small character-level transformer on the Python standard library's source text, on the CPUs of this
@@ -37,6 +46,7 @@ example:
   gradsync demo                       2 ranks, the whole story
   gradsync demo --ranks 4 --steps 40  more ranks, fewer steps
   gradsync demo --kill 1              kill rank 1 in the middle of a step: who notices, and when?
+  gradsync demo --slow-link 100mbit   2 ranks with 100 Mbit/s between them: what does compression buy?
   gradsync demo --json > demo.json    for machines
 """
 
@@ -52,10 +62,16 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     add = parser.add_argument
     add("--ranks", type=whole_number(2, MAX_RANKS), default=2, metavar="N", help="processes to train on (2)")
-    add("--steps", type=whole_number(6, 100_000), default=120, metavar="N", help="training steps of each arm (120)")
+    add(
+        "--steps",
+        type=whole_number(6, 100_000),
+        metavar="N",
+        help=f"training steps of each arm ({_STEPS}, over a slow link {_SLOW_STEPS})",
+    )
     add("--kill", type=whole_number(0, MAX_RANKS - 1), metavar="R", help="kill rank R and show the errors instead")
+    add("--slow-link", type=_rate, metavar="RATE", help="put a link of 10mbit to 10gbit between 2 ranks instead")
     add("--json", action="store_true", help="print JSON instead of a table")
-    parser.set_defaults(run=run, shape=Shape())
+    parser.set_defaults(run=run, shape=None)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -65,6 +81,9 @@ def run(options: argparse.Namespace) -> int:
             f"gradsync demo: --kill {options.kill} names no rank: with --ranks {options.ranks} "
             f"they are 0 to {options.ranks - 1}"
         )
+    if options.slow_link is not None:
+        return _slow_link(options)
+    options.steps, options.shape = options.steps or _STEPS, options.shape or _SHAPE
     text = read_library()
     if options.kill is not None:
         _print_deaths(_kill(options), options.json)
@@ -73,11 +92,45 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _compare(options: argparse.Namespace, num_characters: int) -> Result:
-    threads = _threads(options.ranks)
-    size = sum(parameter.numel() for parameter in build(options.shape).parameters())
+def _rate(text: str) -> str:
+    """A type for `add_argument`: rates that a demo has patience for."""
+    try:
+        bits = bits_per_second(text)
+    except ValueError:
+        bits = 0
+    if not 10**7 <= bits <= 10**10:
+        raise argparse.ArgumentTypeError(f"needs a rate from 10mbit to 10gbit, such as 100mbit, got {text!r}")
+    return text
+
+
+def _slow_link(options: argparse.Namespace) -> int:
+    if options.kill is not None or options.ranks != 2:
+        raise BadInput("gradsync demo: --slow-link joins 2 ranks, and kills none: leave out --ranks and --kill")
+    options.steps, options.shape = options.steps or _SLOW_STEPS, options.shape or _SLOW_SHAPE
+    if not has_rights():
+        asked = ["--slow-link", options.slow_link, "--steps", str(options.steps)]
+        return rerun(["demo", *asked, *(["--json"] if options.json else [])])
+    _print_slow_link(_train_over(options), options.json)
+    return 0
+
+
+def _train_over(options: argparse.Namespace) -> slow_result.Result:
+    shaper = Shaper.of(options.slow_link)
+    check_link(shaper)
+    threads, size = _threads(2), _num_parameters(options.shape)
     if not options.json:
-        _introduce(size, num_characters, options.ranks)
+        _introduce(size, len(read_library().train), f"2 ranks of this machine with {options.slow_link} between them")
+    with _ranks(2, threads) as (pool, folder):
+        progress, num_arms = os.path.join(folder, "progress"), len(SLOW_ARMS)
+        with follow(progress, num_arms * options.steps, f"training, {num_arms} arms in turn", quiet=options.json):
+            ledgers = pool.run(train_over_link, options.shape, options.steps, shaper, folder, timeout=_HOUR_S)
+    return slow_result.sum_up(ledgers, options.slow_link, threads, options.steps, size)
+
+
+def _compare(options: argparse.Namespace, num_characters: int) -> Result:
+    threads, size = _threads(options.ranks), _num_parameters(options.shape)
+    if not options.json:
+        _introduce(size, num_characters, f"{options.ranks} ranks of this machine")
     with _ranks(options.ranks, threads) as (pool, folder):
         progress = os.path.join(folder, "progress")
         with follow(progress, len(ARMS) * options.steps, "training, 4 arms in turn", quiet=options.json):
@@ -106,10 +159,14 @@ def _ranks(ranks: int, threads: int) -> Iterator[tuple[RankPool, str]]:
         yield pool, folder
 
 
-def _introduce(num_parameters: int, num_characters: int, ranks: int) -> None:
+def _num_parameters(shape: Shape) -> int:
+    return sum(parameter.numel() for parameter in build(shape).parameters())
+
+
+def _introduce(num_parameters: int, num_characters: int, where: str) -> None:
     Console(stderr=True, highlight=False).print(
         f"A transformer of {num_parameters / 1e6:.2f} million parameters learns to guess the next character of the "
-        f"Python standard library ({num_characters / 1e6:.1f} MB of it) on {ranks} ranks of this machine."
+        f"Python standard library ({num_characters / 1e6:.1f} MB of it) on {where}."
     )
 
 
@@ -124,6 +181,19 @@ def _print_result(result: Result, as_json: bool) -> None:
     for sentence in sentences(result):
         console.print(f"• {sentence}")
     console.print("\nNext: gradsync demo --kill 1    what happens when a rank dies")
+
+
+def _print_slow_link(result: slow_result.Result, as_json: bool) -> None:
+    console = _console()
+    if as_json:
+        console.out(json.dumps(result.as_json(), indent=2))
+        return
+    console.print(slow_telling.table(result))
+    console.print(slow_telling.FOOTNOTE, style="dim")
+    console.print()
+    for sentence in slow_telling.sentences(result):
+        console.print(f"• {sentence}")
+    console.print("\nNext: gradsync demo    what it costs to keep replicas the same on one host")
 
 
 def _print_deaths(deaths: list[Death], as_json: bool) -> None:

@@ -10,16 +10,17 @@ ranks' parts it brings; all then deal the parts out alike, and only what is not 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from gradsync.engine.checkpoint import Saved, Shapes, State, flatten_part, flatten_shared, read, read_parts
 from gradsync.errors import Disagreement, listed
 from gradsync.transport.lane import Lane
 
-_WHAT = "the state of another rank"
+_WHAT, _TAG = "the state of another rank", 0
 
 
 class Claim(NamedTuple):
@@ -144,8 +145,8 @@ def _send(lane: Lane, state: State, to: int) -> None:
     table = [(key, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for key, tensor in state.items()]
     text = torch.frombuffer(bytearray(json.dumps(table).encode()), dtype=torch.uint8)
     control = lane.groups.control
-    for message in (torch.tensor([text.numel()]), text, *(tensor.cpu() for tensor in state.values())):
-        _see_to(lane, control.send, _bytes_of(message), to)
+    for message in (torch.tensor([text.numel()]), text, *state.values()):
+        _see_to(lane, control.send, _bytes_of(message.cpu()), to)
 
 
 def _receive(lane: Lane, source: int) -> State:
@@ -161,10 +162,14 @@ def _receive(lane: Lane, source: int) -> State:
     return state
 
 
-def _see_to(lane: Lane, issue: Any, message: torch.Tensor, peer: int) -> None:
+def _see_to(lane: Lane, issue: Callable[[torch.Tensor, int, int], dist.Work], message: torch.Tensor, peer: int) -> None:
     """A message on the lane's thread: gloo's messages, unlike its collectives, do not tell when they have ended."""
     if message.numel():
-        lane.wait(lane.send(lambda: issue(message, peer, 0).wait(), _WHAT, message.numel()))
+
+        def run() -> None:
+            issue(message, peer, _TAG).wait()
+
+        lane.wait(lane.send(run, _WHAT, message.numel()))
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -95,6 +95,9 @@ class Desk:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _begin(self, journey: Journey, delivery: Delivery) -> None:
+        # A thread that torch did not start heeds torch.set_num_threads() only once it has asked; until then a small
+        # matrix product wakes a thread per core, and ranks that share cores wait 20 ms for each.
+        torch.get_num_threads()
         with self._on_stream():
             newest = self._further(_Trip(journey, None, delivery))
             self._all_further()

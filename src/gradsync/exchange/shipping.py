@@ -170,13 +170,13 @@ class Shipping:
         assert codec is not None
         wire = wire_device(parcel.flat.device, self._on_host)
         if not parcel.choice.across:
-            return _route_of(codec, parcel, self._everybody, wire, account)
+            return route_of(codec, parcel, self._everybody, wire, account)
         rounds = _num_rounds(codec, self._leaders)
-        inner = _route_of(codec, parcel, self._leaders, wire, account) if self._encodes(parcel.choice) else None
+        inner = route_of(codec, parcel, self._leaders, wire, account) if self._encodes(parcel.choice) else None
         return Across(parcel, self._house, inner, rounds)
 
 
-def _route_of(codec: Codec, parcel: Parcel, circle: Circle, wire: torch.device, account: Account) -> Route:
+def route_of(codec: Codec, parcel: Parcel, circle: Circle, wire: torch.device, account: Account) -> Route:
     match codec:
         case Cast():
             return Casting(parcel, codec, circle, wire, account)

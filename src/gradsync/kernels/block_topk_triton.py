@@ -4,10 +4,10 @@
     size       |bf16(v)| as 15 bits, in registers; a program has one block
     threshold  the largest number that `kept` sizes reach: down from the block's largest in strides that double,
                then by halves; a step counts the block once
-    places     one running count of (sizes above it, sizes equal to it), in the halves of a word, says who is kept
-               and where it goes
+    words      a bit for each element above the threshold, and one for each equal to it; a thread has a word or two
+    code       threads take a bit at a time off their words, lowest first, and fetch its value once more: it is near
 
-It counts a block some 8 times, which takes less than the memory needs to bring the next ones.
+Few elements are kept, so most threads have no bits, and no thread needs a place for each of its elements.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from gradsync.kernels.blocks import BlockTable, Mode
 _STRIDE = tl.constexpr(128)  # sizes that lie a factor of two apart
 _NAN = tl.constexpr(0x7FC0)
 _CHUNK = tl.constexpr(32)
-_ELEMENTS_PER_WARP = 512
+_ELEMENTS_PER_WARP = 1024
 
 
 def encode(
@@ -45,7 +45,8 @@ def encode(
 ) -> None:
     """See `blocks.encode`."""
     arguments = (flat, residual, table.rows, payload)
-    _encode_kernel[(len(table.rows),)](*arguments, BLOCK=block, MODE=int(mode), num_warps=_num_warps(block), **LAUNCH)
+    shape = {"BLOCK": block, "WIDTH": max(block, 32), "num_warps": _num_warps(block)}
+    _encode_kernel[(len(table.rows),)](*arguments, MODE=int(mode), **shape, **LAUNCH)
 
 
 def decode(block: int, payloads: torch.Tensor, table: BlockTable, flat: torch.Tensor) -> None:
@@ -64,47 +65,40 @@ def _num_warps(block: int) -> int:
 
 
 @triton.jit
-def _encode_kernel(flat, residual, rows, payload, BLOCK: tl.constexpr, MODE: tl.constexpr):
+def _encode_kernel(flat, residual, rows, payload, BLOCK: tl.constexpr, WIDTH: tl.constexpr, MODE: tl.constexpr):
     row = rows + tl.program_id(0) * NUM_COLUMNS
     start, length = tl.load(row + START), tl.load(row + LENGTH)
-    if is_plain(start, length, BLOCK):
-        _encode_block(flat, residual, payload, row, tl.multiple_of(start, 16), length, BLOCK, MODE, True)
+    if BLOCK == WIDTH and is_plain(start, length, BLOCK) == 1:
+        _encode_block(flat, residual, payload, row, start, length, WIDTH, MODE, True)
     else:
-        _encode_block(flat, residual, payload, row, start, length, BLOCK, MODE, False)
+        _encode_block(flat, residual, payload, row, start, length, WIDTH, MODE, False)
 
 
 @triton.jit
 def _encode_block(
-    flat, residual, payload, row, start, length, BLOCK: tl.constexpr, MODE: tl.constexpr, WHOLE: tl.constexpr
+    flat, residual, payload, row, start, length, WIDTH: tl.constexpr, MODE: tl.constexpr, WHOLE: tl.constexpr
 ):
-    index = tl.arange(0, BLOCK)
+    index = tl.arange(0, WIDTH)
     where, within = start + index, index < length
+    if WHOLE:
+        where = tl.multiple_of(where, 16)
     v = read(flat, where, within, WHOLE)
     if MODE == FEEDBACK:
         v += read(residual, where, within, WHOLE)
     lost = tl.max(v.to(tl.int32, bitcast=True) & MAGNITUDE, 0) >= LOST
     v = tl.where(lost, 0.0, v)
-    values = v.to(tl.bfloat16)
-    bits = values.to(tl.int16, bitcast=True)
-    size = tl.where(within, bits.to(tl.int32) & 0x7FFF, -1)
-    kept = tl.load(row + KEPT)
-    chosen, place = _choose(size, kept)
-    _write_code(payload, row, kept, index, tl.where(lost, _NAN, bits).to(tl.int16), chosen, place)
+    size = v.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
+    if not WHOLE:
+        size = tl.where(within, size, -1)
+    threshold = _threshold(size, tl.load(row + KEPT))
+    above, equal = _pack(size > threshold), _pack(size == threshold)
+    end = _write_code(flat, residual, payload, row, start, above, equal, lost, MODE)
     if MODE:
-        decoded = tl.where(chosen, values.to(tl.float32) + 0.0, 0.0)  # + 0: see [Codes], there is no −0
+        tl.debug_barrier()  # what is overwritten now was read once more
+        taken = size + (index < end).to(tl.int32) > threshold
+        bits = (size << 16) | (v.to(tl.int32, bitcast=True) & ~MAGNITUDE)
+        decoded = tl.where(taken, bits.to(tl.float32, bitcast=True) + 0.0, 0.0)  # + 0: there is no −0
         keep(residual, where, v - decoded, within, lost, MODE, WHOLE)
-
-
-@triton.jit
-def _choose(size, kept):
-    """Which elements are kept, and the place of each among them."""
-    threshold = _threshold(size, kept)
-    above, equal = size > threshold, size == threshold
-    own = above.to(tl.int32) + (equal.to(tl.int32) << 16)
-    before = (tl.cumsum(own, 0) - own).to(tl.uint32, bitcast=True)  # each below 2**16: it does not count itself
-    num_above, num_equal = (before & 0xFFFF).to(tl.int32), (before >> 16).to(tl.int32)
-    room = kept - tl.sum(above.to(tl.int32), 0)
-    return above | (equal & (num_equal < room)), num_above + tl.minimum(num_equal, room)
 
 
 @triton.jit
@@ -131,14 +125,56 @@ def _count(size, least):
 
 
 @triton.jit
-def _write_code(payload, row, kept, index, values, chosen, place):
+def _pack(bits):
+    """32 bits to a word."""
+    return tl.sum(tl.reshape(bits.to(tl.int32), (bits.shape[0] // 32, 32)) << tl.arange(0, 32)[None, :], 1)
+
+
+@triton.jit
+def _count_bits(word):
+    x = word.to(tl.uint32, bitcast=True)
+    x -= (x >> 1) & 0x55555555
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _write_code(flat, residual, payload, row, start, above, equal, lost, MODE: tl.constexpr):
+    """Write indices and values; returns the first index that was left out although it equals the threshold."""
     halves = payload.to(tl.pointer_type(tl.int16))
-    head, body = halves + tl.load(row + HEAD) // 2, halves + tl.load(row + BODY) // 2
-    tl.store(head + place, index.to(tl.int16), chosen)
-    tl.store(body + place, values, chosen)
+    head, body, kept = tl.load(row + HEAD) // 2, tl.load(row + BODY) // 2, tl.load(row + KEPT)
+    own = _count_bits(above) + (_count_bits(equal) << 16)
+    before = (tl.cumsum(own, 0) - own).to(tl.uint32, bitcast=True)  # each below 2**16: it does not count itself
+    room = kept - tl.sum(_count_bits(above), 0)
+    rank = (before >> 16).to(tl.int32)  # among equals
+    place = (before & 0xFFFF).to(tl.int32) + tl.minimum(rank, room)
+    word, end, rest = 32 * tl.arange(0, above.shape[0]), tl.full(above.shape, 1 << 16, tl.int32), above | equal
+    while tl.max((rest != 0).to(tl.int32), 0) == 1:
+        bit = rest & (0 - rest)
+        index = word + (bit.to(tl.uint32, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+        is_equal = (equal & bit) != 0
+        taken = (rest != 0) & (~is_equal | (rank < room))
+        v = read(flat, start + index, taken, False)
+        if MODE == FEEDBACK:
+            v += read(residual, start + index, taken, False)
+        bits = tl.where(lost, _NAN, v.to(tl.bfloat16).to(tl.int16, bitcast=True))
+        tl.store(halves + head + place, index.to(tl.int16), taken)
+        tl.store(halves + body + place, bits.to(tl.int16), taken)
+        end = tl.minimum(end, tl.where(is_equal & ~taken, index, 1 << 16))
+        place += taken.to(tl.int32)
+        rank += is_equal.to(tl.int32)
+        rest ^= bit
+    _pad(halves, head, body, kept)
+    return tl.min(end, 0)
+
+
+@triton.jit
+def _pad(halves, head, body, kept):
     rest = kept + tl.arange(0, 8)
-    tl.store(head + rest, tl.zeros_like(rest).to(tl.int16), rest < (kept + 1) // 2 * 2)
-    tl.store(body + rest, tl.zeros_like(rest).to(tl.int16), rest < (kept + 7) // 8 * 8)
+    nothing = tl.zeros_like(rest).to(tl.int16)
+    tl.store(halves + head + rest, nothing, rest < (kept + 1) // 2 * 2)
+    tl.store(halves + body + rest, nothing, rest < (kept + 7) // 8 * 8)
 
 
 # Decoding
@@ -150,7 +186,7 @@ def _decode_kernel(payloads, num_payloads, stride, rows, flat, sums, BLOCK: tl.c
     start, length = tl.load(row + START), tl.load(row + LENGTH)
     index = tl.arange(0, BLOCK)
     if is_plain(start, length, BLOCK):
-        write(sums, tl.multiple_of(start, 16) + index, tl.zeros((BLOCK,), tl.float32), True, True)
+        write(sums, tl.multiple_of(start + index, 16), tl.zeros((BLOCK,), tl.float32), True, True)
     else:
         write(sums, start + index, tl.zeros((BLOCK,), tl.float32), index < length, False)
     for i in range(num_payloads):

@@ -91,7 +91,8 @@ def main(command: list[str]) -> None:
     try:
         enter_user_namespace()
     except OSError as error:
-        sys.exit(f"gradsync demo: there can be no slow link here, {explain(error)}")
+        print(f"gradsync demo: there can be no slow link here, {explain(error)}", file=sys.stderr)
+        sys.exit(2)
     die_with_parent(signal.SIGTERM)  # after the new namespace: a change of rights undoes it
     os.execv(command[0], command)
 

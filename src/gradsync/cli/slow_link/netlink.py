@@ -50,7 +50,7 @@ class Netlink:
 
     def _ask(self, kind: int, flags: int, body: bytes) -> list[bytes]:
         self._socket.send(_HEADER.pack(_HEADER.size + len(body), kind, _REQUEST | flags, _NUMBER, 0) + body)
-        bodies = []
+        bodies: list[bytes] = []
         while True:
             for answer, content in _messages(self._socket.recv(_ANSWER_NBYTES)):
                 if answer == _DONE:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
-from gradsync.cli.slow_link.arms import ARMS, COMPRESSED, Ledger
+from gradsync.cli.slow_link.arms import ARMS, COMPRESSED
+from gradsync.cli.slow_link.crossing import Ledger
 from gradsync.cli.story.arms import DDP
 from gradsync.cli.story.result import Spread, spread
 
@@ -36,9 +38,18 @@ class Result:
         return next(arm for arm in self.arms if arm.arm == name)
 
     @property
-    def fastest(self) -> ArmResult:
-        """Of those that compress by gradsync."""
-        return min((arm for arm in self.arms if arm.arm in COMPRESSED), key=lambda arm: arm.step_ms.median)
+    def compressed(self) -> list[ArmResult]:
+        """Those that compress by gradsync, the fastest first."""
+        return sorted((arm for arm in self.arms if arm.arm in COMPRESSED), key=lambda arm: arm.step_ms.median)
+
+    @property
+    def best(self) -> ArmResult:
+        """The fastest that compresses and keeps up; the fastest at all where none does."""
+        return next((arm for arm in self.compressed if self.keeps_up(arm)), self.compressed[0])
+
+    def keeps_up(self, arm: ArmResult) -> bool:
+        """Whether it learned as much as DDP in the same steps, but for a hundredth of the loss."""
+        return arm.validation_loss <= 1.01 * self.arm(DDP).validation_loss
 
     def as_json(self) -> dict[str, Any]:
         return {"command": "demo --slow-link", **asdict(self)}
@@ -54,7 +65,7 @@ def sum_up(ledgers: Sequence[dict[str, Ledger]], rate: str, threads: int, steps:
 def _line(name: str, times: dict[str, Spread], ranks: Sequence[Ledger]) -> ArmResult:
     loss = ranks[0].validation_loss
     assert loss is not None
-    sent_mb = max(rank.sent_nbytes for rank in ranks) / 1e6
+    sent_mb = max(median(rank.sent_nbytes) for rank in ranks) / 1e6
     return ArmResult(name, times[name], times[DDP].median / times[name].median, sent_mb, loss)
 
 

@@ -18,7 +18,9 @@ _COMMAND = "import sys; from gradsync.cli.entry import main; sys.exit(main(sys.a
 def has_rights() -> bool:
     """Whether this process may make networks."""
     if sys.platform != "linux":
-        raise BadInput(f"gradsync demo: --slow-link needs network namespaces, which are Linux's; this is {sys.platform}")
+        raise BadInput(
+            f"gradsync demo: --slow-link needs network namespaces, which are Linux's; this is {sys.platform}"
+        )
     return not namespaces.missing_capabilities()
 
 
@@ -40,7 +42,8 @@ def rerun(arguments: Sequence[str]) -> int:
     # In a session of its own it gets no Ctrl-C from the terminal, but one from here.
     process = subprocess.Popen(command, start_new_session=True)
     try:
-        return process.wait()
+        code = process.wait()
+        return code if code >= 0 else 128 - code  # as shells say it
     except BaseException as error:
         process.send_signal(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
         try:

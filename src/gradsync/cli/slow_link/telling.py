@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from gradsync.cli.slow_link.arms import UNTIMED
+from gradsync.cli.slow_link.crossing import UNTIMED
 from gradsync.cli.slow_link.result import Result
 from gradsync.cli.story.arms import ALONE, DDP
 
 FOOTNOTE = (
-    f"step ms: median (middle half) without the first {UNTIMED} steps; the arms run one after the other. MB sent: by each "
-    "rank in a step, as the link counted them, without headers. DDP: gradient_as_bucket_view=True. validation loss: "
-    "rank 0's, on files held out, in nats per character; so few steps say little about it."
+    f"step ms: median (middle half) without the first {UNTIMED} steps; the arms take turns. MB sent: by each rank in a "
+    "step, as the link counted them, without headers. DDP: gradient_as_bucket_view=True. validation loss: rank 0's, on "
+    "files held out, in nats per character."
 )
 _CLEARLY = 1.1  # a gain smaller than this is none
 
@@ -40,31 +40,27 @@ def sentences(result: Result) -> list[str]:
 
 
 def _on_speed(result: Result) -> str:
-    fastest, ddp = result.fastest, result.arm(DDP)
-    bytes_sent = f"it sends {fastest.sent_mb:.2f} MB where DDP sends {ddp.sent_mb:.2f}"
-    if fastest.times_as_fast_as_ddp < _CLEARLY:
-        return f"On this link compression buys nothing: {bytes_sent}, but the link is not what a step waits for."
+    best, ddp = result.best, result.arm(DDP)
+    instead = f"it sends {best.sent_mb:.2f} MB where DDP sends {ddp.sent_mb:.2f}"
+    if best.times_as_fast_as_ddp < _CLEARLY:
+        return f"On this link compression buys nothing ({best.arm}): {instead}, but that is not what a step waits for."
     return (
-        f"On this link compression makes a step {fastest.times_as_fast_as_ddp:.1f} times as fast ({fastest.arm}): "
-        f"{bytes_sent}."
+        f"On this link compression makes a step {best.times_as_fast_as_ddp:.1f} times as fast ({best.arm}): {instead}."
     )
 
 
 def _on_a_fast_link(result: Result) -> str:
     alone, ddp = result.arm(ALONE).step_ms.median, result.arm(DDP).step_ms.median
     return (
-        f"Computing alone takes {alone:.0f} ms of DDP's {ddp:.0f}: on a link so fast that only this is left it would buy "
-        "nothing, and still change the gradients. That is why compress=None is the default."
+        f"Without any sync a step takes {alone:.0f} ms, with DDP {ddp:.0f}. On a link so fast that the two are alike "
+        "compression would buy nothing, and still change the gradients: that is why compress=None is the default."
     )
 
 
 def _on_loss(result: Result) -> str:
-    fastest, ddp = result.fastest, result.arm(DDP)
-    return (
-        f"After the same {result.steps} steps the loss is {ddp.validation_loss:.2f} with DDP and "
-        f"{fastest.validation_loss:.2f} with {fastest.arm}: what counts is the loss after the same time, so try it on "
-        "your model."
-    )
+    behind = [arm.arm for arm in result.compressed if not result.keeps_up(arm)]
+    but = f", but for {' and '.join(behind)}" if behind else ""
+    return f"After the same {result.steps} steps the loss is DDP's within 1 %{but}: try it on your own model."
 
 
 def _threads(count: int) -> str:

@@ -70,7 +70,7 @@ def train(shape: Shape, steps: int, progress: str) -> Ledger:
     """Run all arms for `steps` steps each; every rank calls it, in a group that exists."""
     text = read_library()
     arms, sync = _make_arms(shape)
-    before = _validate(arms[0].plain, text, shape)
+    before = validate(arms[0].plain, text, shape)
     for number, first in enumerate(range(0, steps, _ROUND)):
         for arm in _in_turn(arms, number):
             dist.barrier()
@@ -147,7 +147,7 @@ def _close_books(arms: list[Arm], sync: GradSync, text: Text, shape: Shape, befo
     return Ledger(
         rounds,
         before,
-        losses={arm.name: _validate(arm.plain, text, shape) for arm in arms},
+        losses={arm.name: validate(arm.plain, text, shape) for arm in arms},
         replicas={name: widest(replicas) for name, replicas in weights.items()},
         from_ddp=gap(weights[DDP][0], weights[GRADSYNC][0]),
         sent={
@@ -180,6 +180,7 @@ def _gather(weights: torch.Tensor) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def _validate(model: nn.Module, text: Text, shape: Shape) -> float:
-    batch = draw(text.validation, _VALIDATION_WINDOWS, shape.context, seed=_VALIDATION_SEED)
+def validate(model: nn.Module, text: Text, shape: Shape, windows: int = _VALIDATION_WINDOWS) -> float:
+    """How surprised the model is by files that nobody trained on."""
+    batch = draw(text.validation, windows, shape.context, seed=_VALIDATION_SEED)
     return float(loss_of(model, batch))

@@ -25,6 +25,7 @@ class Batch(NamedTuple):
     residual: torch.Tensor
     p: torch.Tensor  # [count, rows, rank], where it is added up
     q: torch.Tensor  # [count, cols, rank], likewise
+    start: torch.Tensor  # the first q
 
 
 class LowRank:
@@ -44,9 +45,9 @@ class LowRank:
         # Without feedback the sum of gradient and nothing is made in the same place.
         self._scratch = torch.zeros_like(parcel.flat, dtype=torch.float32) if parcel.residual is None else None
         self._batches = self._make_batches()
-        for item in parcel.items:
-            if item.name not in parcel.factors:
-                parcel.factors[item.name] = start_q(item.param, codec.rank, codec.seed).to(device)
+        for batch in self._batches:
+            for item, q in zip(batch.items, batch.start, strict=True):
+                parcel.factors.setdefault(item.name, q)
 
     def _make_batches(self) -> list[Batch]:
         batches, p_at, q_at, rank = [], 0, 0, self._codec.rank
@@ -57,8 +58,9 @@ class LowRank:
                 count = len(items)
                 p = self._p.near[p_at : p_at + count * rows * rank].view(count, rows, rank)
                 q = self._q.near[q_at : q_at + count * cols * rank].view(count, cols, rank)
-                grad = _as_batch(self._parcel.flat, items, rows, cols)
-                batches.append(Batch(items, grad, _as_batch(residual, items, rows, cols), p, q))
+                grad, left = (_as_batch(flat, items, rows, cols) for flat in (self._parcel.flat, residual))
+                start = torch.stack([start_q(item.param, rank, self._codec.seed) for item in items]).to(grad.device)
+                batches.append(Batch(items, grad, left, p, q, start))
                 p_at, q_at = p_at + p.numel(), q_at + q.numel()
         return batches
 
@@ -88,12 +90,13 @@ class LowRank:
                 self._keep(batch, q_before)
 
     def _keep(self, batch: Batch, before: torch.Tensor) -> None:
-        """Where the next step begins; a column that came to nothing, or to NaN: where this one did.
+        """Where the next step begins; after a NaN: where this one did.
 
-        A matrix of a lower rank leaves columns of zeros, and from zeros no step would ever find anything again.
+        A matrix of a lower rank leaves columns of zeros, from which no step would ever find anything again: anew.
         """
-        size = batch.q.abs().amax(-2, keepdim=True)
-        for item, q in zip(batch.items, torch.where(size.isfinite() & (size > 0), batch.q, before), strict=True):
+        sound = batch.q.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+        found = torch.where((batch.q == 0).all(-2, keepdim=True), batch.start, batch.q)
+        for item, q in zip(batch.items, torch.where(sound, found, before), strict=True):
             self._parcel.factors[item.name] = q
 
 

@@ -1,0 +1,64 @@
+"""A load holds every gradient of a bucket once, and gives it back where it was."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gradsync as gs
+from gradsync.compress.choice import EXACT, Choice, Param
+from gradsync.exchange.memory import Form, zeros
+from gradsync.exchange.parcel import Item
+from gradsync.integrations.load import Load, divide, lay_out, make_load
+
+HOST = torch.device("cpu")
+CHOICES = [EXACT, gs.int8().choose(Param("any", (4, 4))), gs.topk(0.1).choose(Param("any", (4, 4)))]
+buckets = st.lists(st.tuples(st.lists(st.integers(0, 5), max_size=3), st.sampled_from(CHOICES)), min_size=1, max_size=8)
+
+
+def _make(bucket: list[tuple[list[int], Choice]]) -> tuple[Load, list[Item]]:
+    items = lay_out([(str(i), torch.zeros(shape)) for i, (shape, _) in enumerate(bucket)])
+    form = Form(sum(item.param.numel for item in items), torch.float32, HOST)
+    return make_load(items, form, lambda param: bucket[int(param.name)][1], list(range(3, 20)), zeros), items
+
+
+@settings(max_examples=100, deadline=None)
+@given(bucket=buckets)
+def test_what_is_put_in_comes_out_scaled(bucket: list[tuple[list[int], Choice]]) -> None:
+    load, items = _make(bucket)
+    gradients = torch.arange(float(sum(item.param.numel for item in items)))
+    buffer = gradients.clone()
+    load.put_in(buffer, 0.5)
+    for parcel in load.parcels:
+        for item in parcel.items:
+            place = next(each for each in items if each.name == item.name)
+            assert torch.equal(item.of(parcel.flat), place.of(gradients) * 0.5)
+        parcel.flat.mul_(4)
+    assert torch.equal(load.take_out(buffer), gradients * 2)
+
+
+@settings(max_examples=100, deadline=None)
+@given(bucket=buckets)
+def test_each_way_to_travel_has_one_parcel_without_gaps(bucket: list[tuple[list[int], Choice]]) -> None:
+    load, items = _make(bucket)
+    assert {parcel.choice for parcel in load.parcels} == {choice for _, choice in bucket}
+    assert [parcel.index for parcel in load.parcels] == list(range(3, 3 + len(load.parcels)))
+    assert sum(parcel.flat.numel() for parcel in load.parcels) == sum(item.param.numel for item in items)
+    assert sorted(item.name for parcel in load.parcels for item in parcel.items) == sorted(item.name for item in items)
+
+
+def test_a_bucket_of_one_choice_stays_as_it_lies() -> None:
+    items = lay_out([("b", torch.zeros(3)), ("a", torch.zeros(2, 2))])
+    assert divide(items, torch.float32, lambda param: EXACT)[0].items == items
+
+
+def test_like_shapes_lie_together_in_a_divided_bucket() -> None:
+    named = [("w0", torch.zeros(4, 2)), ("b0", torch.zeros(4)), ("w1", torch.zeros(2, 4)), ("w2", torch.zeros(4, 2))]
+    shares = divide(lay_out(named), torch.float32, lambda param: CHOICES[len(param.shape) - 1])
+    assert [[item.name for item in share.items] for share in shares] == [["w1", "w0", "w2"], ["b0"]]
+
+
+def test_a_parameter_with_holes_is_laid_out_row_by_row() -> None:
+    [item] = lay_out([("w", torch.zeros(4, 6)[:, ::2])])
+    assert item.strides == (3, 1)
