@@ -9,7 +9,6 @@ One model serves for all, since replicas are the same after every step.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -44,8 +43,7 @@ def learn(task: Task, arm: str, seed: int, device: str) -> dict[str, Any]:
             group["lr"] = task.lr_at(step)
         losses = []
         for rank in range(task.ranks):
-            with _positions_on(device):
-                loss = loss_of(model, _on(device, data.batch(shape, seed, step, rank)))
+            loss = loss_of(model, _on(device, data.batch(shape, seed, step, rank)))
             averaging.bring(rank, torch.autograd.grad(loss, list(named.values())))
             losses.append(loss.detach())
         train.append(torch.stack(losses).mean())  # no .item(): a GPU runs ahead
@@ -53,14 +51,8 @@ def learn(task: Task, arm: str, seed: int, device: str) -> dict[str, Any]:
             parameter.grad = mean
         optimizer.step()
         if step + 1 in looks:
-            with _positions_on(device):
-                held_out.append(evaluate(model, unseen))
+            held_out.append(evaluate(model, unseen))
     return cell(task, torch.stack(train).tolist(), held_out)
-
-
-def _positions_on(device: str) -> AbstractContextManager[object]:
-    """The model makes its positions where tensors are made by default."""
-    return nullcontext() if device == "cpu" else torch.device(device)
 
 
 def _on(device: str, batch: data.Batch) -> data.Batch:

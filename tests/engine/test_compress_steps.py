@@ -149,7 +149,7 @@ def join_unevenly(names: list[str]) -> None:
 
 
 def test_ranks_without_data_keep_the_others_company(run: Callable[..., Any]) -> None:
-    run(join_unevenly, list(EVERY), ranks=3)
+    run(join_unevenly, list(EVERY))
 
 
 # Parameters that come and go
@@ -200,15 +200,15 @@ def test_freezing_a_parameter_loses_nothing_of_the_others(run: Callable[..., Any
 
 
 def vanish(low: int) -> list[float]:
-    """What PowerSGD is off by, step by step; in steps 2 and 3 the gradient is of a low rank."""
+    """What PowerSGD is off by, step by step; in steps 1 and 2 the gradient is of a low rank."""
     generator = torch.Generator().manual_seed(0)
     left, right = torch.randn(32, 4, generator=generator), torch.randn(4, 24, generator=generator)
     whole, part = left @ right, left[:, :low] @ right[:low]
     rank, size = dist.get_rank(), dist.get_world_size()
     model, errors = Given({"weight": whole}), []
     with attached(model, gs.powersgd(4)):
-        for step in range(8):
-            mean = part if step in (2, 3) else whole
+        for step in range(7):
+            mean = part if step in (1, 2) else whole
             taken = backward(model, {"weight": mean * (2 * (rank + 1) / (size + 1))})["weight"]
             errors.append(float((taken - mean).norm() / whole.norm()))
     return errors
@@ -218,7 +218,7 @@ def vanish(low: int) -> list[float]:
 def test_powersgd_finds_all_again_after_gradients_of_a_low_rank(low: int, run: Callable[..., Any]) -> None:
     for errors in run(vanish, low):
         # Two steps to find it again; sent whole from then on, up to columns that are orthogonal to a few percent.
-        assert max(errors[6:]) < 0.05
+        assert max(errors[5:]) < 0.05
 
 
 # What parameters are made of

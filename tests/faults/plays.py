@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradsync as gs
+from gradsync.compress.recipes import from_canonical
 from gradsync.errors import PeerFault
 from gradsync.exchange.exact import Exact
 from gradsync.exchange.memory import Form
@@ -42,6 +43,7 @@ def train(
     poisoned: int = -1,
     after: str = "exit",
     stall_after: str = "",
+    compress: dict[str, Any] | None = None,
 ) -> None:
     """Train a few steps.
 
@@ -59,7 +61,7 @@ def train(
         "gloo", store=_store(folder, rank, ranks, tcp), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )
     injector = Injector(Fault(**fault), rank, journal)
-    trainers = [_Trainer(guard) for _ in range(models)]
+    trainers = [_Trainer(guard, compress) for _ in range(models)]
     injector.install(trainers[-1].sync, trainers[-1].model, trainers[-1].optimizer)
     try:
         for injector.step, inputs in enumerate(_batches(rank, workers, journal)):
@@ -149,13 +151,13 @@ def _summing(by: str, shared: bool, numel: int, guard: gs.Guard) -> tuple[Lane, 
 
 
 class _Trainer:
-    def __init__(self, guard: dict[str, Any]) -> None:
+    def __init__(self, guard: dict[str, Any], compress: dict[str, Any] | None) -> None:
         torch.manual_seed(0)
         layers = [torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 32), torch.nn.Linear(32, 16)]
         self.model = torch.nn.Sequential(*layers)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         # Three buckets: 3.weight; 2.weight; 0.weight; with the biases between.
-        plan = gs.Plan(bucket_bytes=1024)
+        plan = gs.Plan(compress=None if compress is None else from_canonical(compress), bucket_bytes=1024)
         self.sync = gs.attach(self.model, self.optimizer, plan, guard=gs.Guard(**guard))
 
 

@@ -68,7 +68,7 @@ def loss_of(forward: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tens
 def train(
     plan: gs.Plan | None, build: Callable[[], nn.Module] = mlp, shape: tuple[int, ...] = (16, 9), **options: Any
 ) -> tuple[Weights, list[float]]:
-    """Under DDP; the weights at the end, and every loss."""
+    """Under DDP; as `fit`."""
     torch.manual_seed(7)
     model = build()
     ddp, state = wrap(model, plan, **options)
@@ -91,15 +91,21 @@ def train_attached(
 
 
 def fit(model: nn.Module, forward: Callable[..., torch.Tensor], shape: tuple[int, ...]) -> tuple[Weights, list[float]]:
+    """The weights at the end; and the loss on data that nobody trains on, before and after."""
     optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), batches(*shape)
-    losses = []
+    losses = [_held_out(model, shape)]
     for _ in range(STEPS):
-        loss = loss_of(forward, batch())
-        loss.backward()
+        loss_of(forward, batch()).backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+    losses.append(_held_out(model, shape))
     return {name: param.detach().clone() for name, param in model.named_parameters()}, losses
+
+
+@torch.no_grad()
+def _held_out(model: nn.Module, shape: tuple[int, ...]) -> float:
+    x = torch.randn(256, *shape[1:], generator=torch.Generator().manual_seed(3))
+    return loss_of(model, x.to(next(model.parameters()).device)).item()
 
 
 def assert_equal(ours: Weights, theirs: Weights) -> None:

@@ -51,7 +51,7 @@ def different_plans() -> None:
     with pytest.raises(gs.Disagreement, match="the plans differ: compress is"):
         gs.ddp_hook(plan, ddp)
     one_refuses = gs.Plan(combine="sum" if dist.get_rank() else "mean")
-    with pytest.raises(gs.Disagreement, match="rank 1 refused to attach: combine='sum'.* multiply the loss"):
+    with pytest.raises(gs.Disagreement, match=r"rank 1 refused to attach: combine='sum'.* multiply the loss"):
         gs.ddp_hook(one_refuses, ddp)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,3 +102,53 @@ def _order(names: list[str]) -> dict[str, torch.Tensor]:
 
 def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(run: Run) -> None:
     run(strange_states)
+
+
+def hook_and_attach_share_states() -> None:
+    plan = gs.Plan(compress=KEEPING["mixed"])
+    torch.manual_seed(7)
+    model, batch = mlp(), batches(16, 9)
+    ddp, state = wrap(model, plan)
+    assert state is not None
+    _steps(ddp, torch.optim.SGD(model.parameters(), lr=0.1), batch, 3)
+    sync = gs.attach(mlp(), plan=plan)
+    sync.load_state_dict(state.state_dict())
+    assert_equal(sync.state_dict(), state.state_dict())
+    _, other = wrap(mlp(), plan)
+    assert other is not None
+    other.load_state_dict(sync.state_dict())
+    assert_equal(other.state_dict(), state.state_dict())
+    sync.detach()
+    state.close()
+    other.close()
+
+
+def test_a_hook_and_attach_take_each_others_states(run: Run) -> None:
+    run(hook_and_attach_share_states)
+
+
+def save_after_steps(folder: Path) -> None:
+    torch.manual_seed(7)
+    model = mlp()
+    ddp, state = wrap(model, gs.Plan(compress=gs.int8()))
+    assert state is not None
+    _steps(ddp, torch.optim.SGD(model.parameters(), lr=0.1), batches(16, 9), 3)
+    torch.save(state.state_dict(), folder / f"{dist.get_rank()}.pt")
+    state.close()
+
+
+def fewer_ranks_take_over(folder: Path) -> None:
+    saved = [torch.load(folder / f"{rank}.pt") for rank in range(3)]
+    _, state = wrap(mlp(), gs.Plan(compress=gs.int8()))
+    assert state is not None
+    state.load_state_dict({key: tensor for each in saved for key, tensor in each.items()})
+    for name, residual in state.residuals().items():
+        dist.all_reduce(residual)
+        owed = sum(each[f"gradsync.rank{rank}.residual.{name}"] for rank, each in enumerate(saved))
+        torch.testing.assert_close(residual, owed)
+    state.close()
+
+
+def test_other_numbers_of_ranks_take_over_all_residuals(run: Run, tmp_path: Path) -> None:
+    run(save_after_steps, tmp_path, ranks=3)
+    run(fewer_ranks_take_over, tmp_path, ranks=2)

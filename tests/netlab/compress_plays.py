@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from torch import nn
 import gradsync as gs
 from gradsync.compress.choice import Compressor
 from gradsync.compress.recipes import from_canonical
+from netlab.traffic import payload, sent
+
+_COUNTED_STEPS = 3
 
 
 def conserve(recipes: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
@@ -25,6 +29,37 @@ def conserve(recipes: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
         found.append(_conserve(model, compressor, steps))
     dist.destroy_process_group()
     return found
+
+
+def count(recipes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each compressor: what this host sent in a step, by the kernel's count; and what `stats` says that it sends."""
+    gs.init(timeout=60)
+    found = [_count(compressor) for compressor in map(from_canonical, recipes)]
+    dist.destroy_process_group()
+    return found
+
+
+def _count(compressor: Compressor) -> dict[str, Any]:
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(800, 800, bias=False)
+    sync = gs.attach(model, plan=gs.Plan(compress=compressor))
+    for _ in range(2):  # the first is exact, the second makes connections
+        model(torch.randn(4, 800)).square().sum().backward()
+    # The least of some: TCP may send twice, a compressor would always.
+    counted = min(_count_step(model) for _ in range(_COUNTED_STEPS))
+    stats = sync.stats()
+    sync.detach()
+    own = {key.partition(".")[2]: value for key, value in stats.items() if "." in key}
+    return {"counted": counted, "claimed": stats["sent_nbytes"], "of_compressor": own["sent_nbytes"], "way": own["way"]}
+
+
+def _count_step(model: nn.Module) -> int:
+    dist.barrier()
+    before = sent(Path("/proc/net/dev").read_text())
+    model(torch.randn(4, 800)).square().sum().backward()
+    dist.barrier()  # all that this host has to send is sent
+    after = sent(Path("/proc/net/dev").read_text())
+    return payload(after.nbytes - before.nbytes, after.packets - before.packets)
 
 
 def _conserve(model: nn.Module, compressor: Compressor, steps: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 import gradsync as gs
 from gradsync.compress.choice import Compressor
 from gradsync.compress.recipes import canonical
-from netlab.compress_plays import conserve
+from netlab.compress_plays import conserve, count
 from netlab.fixture import MakeLab
 
 EVERY: dict[str, Compressor] = {
@@ -32,3 +32,13 @@ def test_what_was_not_applied_is_in_the_residuals(per_host: list[int], lab: Make
         given, left = (torch.tensor([rank[key] for rank in ranks]) for key in ("given", "left"))
         mean, applied = given.mean(0), torch.tensor(ranks[0]["taken"])
         torch.testing.assert_close(applied + left.sum(0), mean, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(("hosts", "way"), [(2, "gather"), (3, "two_phase")])
+def test_a_host_sends_what_stats_says(hosts: int, way: str, lab: MakeLab) -> None:
+    compressors = [gs.int8(), gs.topk(0.1)]
+    for rank in lab(hosts=hosts).spawn(count, [1] * hosts, [canonical(each) for each in compressors]):
+        for compressor, found in zip(compressors, rank, strict=True):
+            assert found["way"] == way
+            assert found["claimed"] == found["of_compressor"]
+            assert found["counted"] == pytest.approx(found["claimed"], rel=0.05), compressor

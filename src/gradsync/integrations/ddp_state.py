@@ -145,7 +145,7 @@ class DDPState:
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """What compression has not sent yet, by parameter: this rank's share of the mean. Copies."""
-        return self._shipping.kept().residuals
+        return {name: residual.clone() for name, residual in self._shipping.kept().residuals.items()}
 
     def state_dict(self) -> State:
         """What a resumed run needs beside model and optimizer: a flat dict of tensors, local, without communication.
@@ -169,7 +169,7 @@ class DDPState:
             refusal = error
         with self._failing():
             compare(self._lane, "load_state_dict()")
-            claim = Claim.of(saved, refusal, keeps=len(self.residuals()))
+            claim = Claim.of(saved, refusal, keeps=len(self._shipping.kept().residuals))
             claims = [Claim(**words) for words in share(self._lane, claim._asdict())]
         check_claims(claims, self._lane, refusal)
         hand = deal(claims)

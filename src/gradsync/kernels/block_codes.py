@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ LOST = 2.0**127
 SIGN_UNIT = 32768.0
 _LEVELS = {Method.INT8: 127.0, Method.INT4: 7.0}
 _WORD = 0xFFFFFFFF
+_Bits = TypeVar("_Bits", int, Tensor)
 
 
 class _Group(NamedTuple):
@@ -73,11 +74,11 @@ def dither(key: int, param: Tensor, index: Tensor) -> Tensor:
     >>> dither(7, torch.tensor([1]), torch.tensor([0, 1]))
     tensor([1223908485, 3823699146])
     """
-    salt = _mix(torch.tensor(key, dtype=torch.int64, device=param.device) & _WORD)
+    salt = _mix(key & _WORD)  # a number: making a tensor of it would wait for the device
     return _mix((index & _WORD) ^ _mix((param & _WORD) ^ salt))
 
 
-def _mix(x: Tensor) -> Tensor:
+def _mix(x: _Bits) -> _Bits:
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & _WORD
     x = x ^ (x >> 15)

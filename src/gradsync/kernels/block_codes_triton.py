@@ -16,13 +16,14 @@ import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 from gradsync.kernels import block_decode_triton, block_topk_triton
 from gradsync.kernels.block_tiles_triton import (
     BODY,
+    DECODING,
     ELEMENTS_PER_WARP,
+    ENCODING,
     FEEDBACK,
     FIRST,
     HEAD,
     INT4,
     INT8,
-    LAUNCH,
     LOST,
     MAGNITUDE,
     NAN,
@@ -63,7 +64,7 @@ def encode(
         return
     grid, shape = _shape(code, len(table.rows))
     arguments = (flat, left, table.rows, payload, len(table.rows), _salt(key))
-    _encode_kernel[grid](*arguments, MODE=int(mode), STOCHASTIC=code.stochastic, **shape, **LAUNCH)
+    _encode_kernel[grid](*arguments, MODE=int(mode), STOCHASTIC=code.stochastic, **shape, **ENCODING)
 
 
 def decode(code: Code, payloads: torch.Tensor, table: BlockTable, flat: torch.Tensor) -> None:
@@ -73,7 +74,7 @@ def decode(code: Code, payloads: torch.Tensor, table: BlockTable, flat: torch.Te
         return
     grid, shape = _shape(code, len(table.rows))
     arguments = (payloads, len(payloads), payloads.stride(0), table.rows, len(table.rows), flat)
-    block_decode_triton.decode_kernel[grid](*arguments, **shape, **LAUNCH)
+    block_decode_triton.decode_kernel[grid](*arguments, **shape, **DECODING)
 
 
 def _shape(code: Code, num_blocks: int) -> tuple[tuple[int], dict[str, int]]:

@@ -31,8 +31,9 @@ NAN = tl.constexpr(0x7FC00000)
 ELEMENTS_PER_WARP = 1024
 _MAX_WARPS = 16
 
-# For [Same bits]; and a bound on registers, which the way of whole tiles does not need: what has to spill is the other.
-LAUNCH = {"enable_fp_fusion": False, "maxnreg": 128}
+# For [Same bits]; and a bound on registers, which the way of whole tiles hardly needs: what has to spill is the other.
+ENCODING = {"enable_fp_fusion": False, "maxnreg": 128}
+DECODING = {"enable_fp_fusion": False, "maxnreg": 64}
 
 
 def num_warps(width: int) -> int:

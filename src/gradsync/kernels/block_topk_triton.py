@@ -4,7 +4,8 @@
     size       |bf16(v)| as 15 bits, in registers; a program has one block
     threshold  the largest number that `kept` sizes reach: down from the block's largest in strides that double,
                then by halves; a step counts the block once
-    words      a bit for each element above the threshold, and one for each equal to it; a thread has a word or two
+    end        where more than `kept` reach it, equal ones count only in front of this index: again by halves
+    words      a bit for each element that is kept; a thread has a word or two
     code       threads take a bit at a time off their words, lowest first, and fetch its value once more: it is near
 
 Few elements are kept, so most threads have no bits, and no thread needs a place for each of its elements.
@@ -18,10 +19,10 @@ import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 
 from gradsync.kernels.block_tiles_triton import (
     BODY,
+    ENCODING,
     FEEDBACK,
     HEAD,
     KEPT,
-    LAUNCH,
     LENGTH,
     LOST,
     MAGNITUDE,
@@ -46,7 +47,7 @@ def encode(
     """See `blocks.encode`."""
     arguments = (flat, residual, table.rows, payload)
     shape = {"BLOCK": block, "WIDTH": max(block, 32), "num_warps": _num_warps(block)}
-    _encode_kernel[(len(table.rows),)](*arguments, MODE=int(mode), **shape, **LAUNCH)
+    _encode_kernel[(len(table.rows),)](*arguments, MODE=int(mode), **shape, **ENCODING)
 
 
 def decode(block: int, payloads: torch.Tensor, table: BlockTable, flat: torch.Tensor) -> None:
@@ -90,38 +91,44 @@ def _encode_block(
     size = v.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
     if not WHOLE:
         size = tl.where(within, size, -1)
-    threshold = _threshold(size, tl.load(row + KEPT))
-    above, equal = _pack(size > threshold), _pack(size == threshold)
-    end = _write_code(flat, residual, payload, row, start, above, equal, lost, MODE)
+    kept = tl.load(row + KEPT)
+    threshold, end = _bounds(size, index, kept, WIDTH)
+    taken = size + (index < end).to(tl.int32) > threshold
+    _write_code(flat, residual, payload, row, start, _pack(taken), kept, lost, MODE)
     if MODE:
         tl.debug_barrier()  # what is overwritten now was read once more
-        taken = size + (index < end).to(tl.int32) > threshold
         bits = (size << 16) | (v.to(tl.int32, bitcast=True) & ~MAGNITUDE)
         decoded = tl.where(taken, bits.to(tl.float32, bitcast=True) + 0.0, 0.0)  # + 0: there is no −0
         keep(residual, where, v - decoded, within, lost, MODE, WHOLE)
 
 
 @triton.jit
-def _threshold(size, kept):
-    """The largest number that at least `kept` sizes reach: between low, which they do, and high, which they do not."""
+def _bounds(size, index, kept, WIDTH: tl.constexpr):
+    """The threshold, and the end for those equal to it. `low` is too small or right, `high` and `first` are not."""
     high = tl.max(size, 0) + 1
     low = tl.maximum(high - _STRIDE, 0)
-    stride = _STRIDE * 2
-    while _count(size, low) < kept:
+    stride, number = _STRIDE * 2, _count(size >= low)
+    while number < kept:
         high = low
         low = tl.maximum(high - stride, 0)
-        stride *= 2
-    while high - low > 1:
+        stride, number = stride * 2, _count(size >= low)
+    while (number != kept) & (high - low > 1):
         middle = (low + high) // 2
-        number = _count(size, middle)
-        low = tl.where(number >= kept, middle, low)
-        high = tl.where(number > kept, high, tl.where(number == kept, middle + 1, middle))
-    return low
+        reached = _count(size >= middle)
+        low, high = tl.where(reached < kept, low, middle), tl.where(reached < kept, middle, high)
+        number = tl.where(reached < kept, number, reached)
+    first, end = tl.zeros_like(kept), tl.zeros_like(kept) + WIDTH
+    while number != kept:
+        middle = (first + end) // 2
+        reached = _count(size + (index < middle).to(tl.int32) > low)
+        first, end = tl.where(reached < kept, middle, first), tl.where(reached < kept, end, middle)
+        number = tl.where(reached < kept, number, reached)
+    return low, end
 
 
 @triton.jit
-def _count(size, least):
-    return tl.sum((size >= least).to(tl.int32), 0)
+def _count(bits):
+    return tl.sum(bits.to(tl.int32), 0)
 
 
 @triton.jit
@@ -140,41 +147,27 @@ def _count_bits(word):
 
 
 @triton.jit
-def _write_code(flat, residual, payload, row, start, above, equal, lost, MODE: tl.constexpr):
-    """Write indices and values; returns the first index that was left out although it equals the threshold."""
+def _write_code(flat, residual, payload, row, start, words, kept, lost, MODE: tl.constexpr):
     halves = payload.to(tl.pointer_type(tl.int16))
-    head, body, kept = tl.load(row + HEAD) // 2, tl.load(row + BODY) // 2, tl.load(row + KEPT)
-    own = _count_bits(above) + (_count_bits(equal) << 16)
-    before = (tl.cumsum(own, 0) - own).to(tl.uint32, bitcast=True)  # each below 2**16: it does not count itself
-    room = kept - tl.sum(_count_bits(above), 0)
-    rank = (before >> 16).to(tl.int32)  # among equals
-    place = (before & 0xFFFF).to(tl.int32) + tl.minimum(rank, room)
-    word, end, rest = 32 * tl.arange(0, above.shape[0]), tl.full(above.shape, 1 << 16, tl.int32), above | equal
-    while tl.max((rest != 0).to(tl.int32), 0) == 1:
-        bit = rest & (0 - rest)
-        index = word + (bit.to(tl.uint32, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
-        is_equal = (equal & bit) != 0
-        taken = (rest != 0) & (~is_equal | (rank < room))
-        v = read(flat, start + index, taken, False)
+    head, body = halves + tl.load(row + HEAD) // 2, halves + tl.load(row + BODY) // 2
+    first = 32 * tl.arange(0, words.shape[0])
+    number = _count_bits(words)
+    place = tl.cumsum(number, 0) - number
+    while tl.max((words != 0).to(tl.int32), 0) == 1:
+        bit = words & (0 - words)  # the lowest; as a float it is its own exponent
+        index = first + (bit.to(tl.uint32, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+        v = read(flat, start + index, words != 0, False)
         if MODE == FEEDBACK:
-            v += read(residual, start + index, taken, False)
-        bits = tl.where(lost, _NAN, v.to(tl.bfloat16).to(tl.int16, bitcast=True))
-        tl.store(halves + head + place, index.to(tl.int16), taken)
-        tl.store(halves + body + place, bits.to(tl.int16), taken)
-        end = tl.minimum(end, tl.where(is_equal & ~taken, index, 1 << 16))
-        place += taken.to(tl.int32)
-        rank += is_equal.to(tl.int32)
-        rest ^= bit
-    _pad(halves, head, body, kept)
-    return tl.min(end, 0)
-
-
-@triton.jit
-def _pad(halves, head, body, kept):
+            v += read(residual, start + index, words != 0, False)
+        value = tl.where(lost, _NAN, v.to(tl.bfloat16).to(tl.int16, bitcast=True))
+        tl.store(head + place, index.to(tl.int16), words != 0)
+        tl.store(body + place, value.to(tl.int16), words != 0)
+        place += 1
+        words ^= bit
     rest = kept + tl.arange(0, 8)
     nothing = tl.zeros_like(rest).to(tl.int16)
-    tl.store(halves + head + rest, nothing, rest < (kept + 1) // 2 * 2)
-    tl.store(halves + body + rest, nothing, rest < (kept + 7) // 8 * 8)
+    tl.store(head + rest, nothing, rest < (kept + 1) // 2 * 2)
+    tl.store(body + rest, nothing, rest < (kept + 7) // 8 * 8)
 
 
 # Decoding

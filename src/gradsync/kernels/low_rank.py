@@ -1,4 +1,4 @@
-"""PowerSGD's passes over a batch of matrices of one shape: on a GPU in Triton, elsewhere in torch.
+"""PowerSGD's passes over a batch of matrices of one shape: on a GPU in Triton, on the CPU in C, else in torch.
 
     residual += grad ──▶ p = residual · q ──▶ (all-reduce p) ──▶ orthogonalize p
     q = residualᵀ · p ──▶ (all-reduce q) ──▶ grad = p · q_sumᵀ,  residual −= p · q_ownᵀ
@@ -13,17 +13,26 @@ Note [Spoiled matrices]
     A NaN or an infinity in a gradient is in p afterwards, on every rank once p was added up. Then nothing of that
     matrix can be restored: its gradient becomes NaN, for the user to see, and its residual zero, so that the next step
     is clean. The decision is made on the device; the host never waits for it.
+
+Note [Same bits]
+    What torch makes of a product may depend on how many there are in a batch, and on where operands lie in memory.
+    So without the library each is a call of its own, and its operands begin where every matrix in a bucket begins:
+    on a border of 64 bytes, or a copy does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from types import ModuleType
 
 import torch
 
+from gradsync.kernels.library import load
+
 # What a column keeps of its length, after those before it were taken out of it, if it is but their rounding errors.
 VANISHED = 2.0**-18
+_BORDER_NBYTES = 64
 
 
 def project(grad: torch.Tensor, residual: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -35,8 +44,13 @@ def project(grad: torch.Tensor, residual: torch.Tensor, q: torch.Tensor) -> torc
     """
     if grad.is_cuda:
         return _triton().project(grad, residual, q)
-    residual += grad
-    return torch.bmm(residual, q)
+    if (library := load()) is None:
+        residual += grad
+        return _products(residual, q)
+    p = torch.empty(len(grad), grad.shape[1], q.shape[2])
+    for each in zip(grad.float(), residual, q, p, strict=True):
+        _call(library.gradsync_project, each, *grad.shape[1:], q.shape[2])
+    return p
 
 
 def project_back(residual: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
@@ -47,7 +61,12 @@ def project_back(residual: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """
     if residual.is_cuda:
         return _triton().project_back(residual, p)
-    return torch.bmm(residual.mT, p)
+    if (library := load()) is None:
+        return _products(p.mT, residual).mT.contiguous()  # ten times as fast as residualᵀ · p
+    q = torch.empty(len(p), residual.shape[2], p.shape[2])
+    for each in zip(residual, p, q, strict=True):
+        _call(library.gradsync_project_back, each, *residual.shape[1:], p.shape[2])
+    return q
 
 
 def restore(
@@ -63,9 +82,16 @@ def restore(
     if grad.is_cuda:
         _triton().restore(grad, residual, p, q_own, q_sum)
         return
-    spoiled = ~p.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
-    grad.copy_(torch.bmm(p, q_sum.mT)).masked_fill_(spoiled, torch.nan)
-    residual.baddbmm_(p, q_own.mT, alpha=-1).masked_fill_(spoiled, 0)
+    if (library := load()) is None:
+        grad.copy_(_products(p, q_sum.mT))
+        residual -= _products(p, q_own.mT)
+    else:
+        wide = grad if grad.dtype == torch.float32 else torch.empty_like(grad, dtype=torch.float32)
+        for each in zip(wide, residual, p, q_own, q_sum, strict=True):
+            _call(library.gradsync_restore, each, *grad.shape[1:], p.shape[2])
+        grad.copy_(wide)
+    for i in (~p.isfinite().flatten(1).all(1)).nonzero().flatten().tolist():
+        grad[i], residual[i] = torch.nan, 0.0
 
 
 def orthogonalize(p: torch.Tensor) -> None:
@@ -90,6 +116,24 @@ def orthogonalize(p: torch.Tensor) -> None:
         column.div_(length).masked_fill_(vanished, 0)
         rest -= (rest * column).sum(-1, keepdim=True) * column
     p.copy_(columns.mT)
+
+
+def _call(function: Callable[..., int], tensors: Iterable[torch.Tensor], *sizes: int) -> None:
+    pointers = []
+    for tensor in tensors:
+        assert tensor.is_contiguous(), "the library reads a matrix row by row"
+        pointers.append(tensor.data_ptr())
+    if not function(*pointers, *sizes):
+        raise MemoryError("no memory for the factors of a matrix")
+
+
+def _products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """One after the other, each of operands that begin on a border: see [Same bits]."""
+    return torch.stack([torch.mm(_on_border(a), _on_border(b)) for a, b in zip(left, right, strict=True)])
+
+
+def _on_border(matrix: torch.Tensor) -> torch.Tensor:
+    return matrix if matrix.data_ptr() % _BORDER_NBYTES == 0 else matrix.clone()
 
 
 def _length(columns: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 """PowerSGD's passes on a GPU: what `low_rank` says, each matrix read and written once per pass.
 
     project        12 bytes an element   read grad and residual, write residual; sums of p in registers
-    project_back    4                    read residual; sums over parts of 256 rows, then over the parts
+    project_back    4                    read residual; sums over parts of 128 rows, then over the parts
     restore        12                    read residual, write residual and grad
 
 A program is one warp with a tile [ROWS, COLUMNS] and a tuple of as many sums as the rank: multiplied in fp32, without
@@ -20,7 +20,8 @@ import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 _COLUMNS = 128  # a warp's reads of 16 bytes, side by side
 _SUMS = 16  # of a tile of `project`: rank · rows; with 4 columns each they are half of a thread's registers
 _ROWS_DOWN = 8  # of a tile that moves down its columns
-_PART = 256  # rows
+_PART = 128  # rows of a sum of `project_back`
+_STRIP = 64  # rows that a program of `restore` moves down
 _HELD = 4096  # elements of p in the registers of a program of `orthogonalize`
 
 
@@ -52,8 +53,8 @@ def restore(
     """See `low_rank.restore`."""
     batch, m, n = grad.shape
     largest = torch.linalg.vector_norm(p, torch.inf, dim=(1, 2))  # NaN if there is one
-    grid = (triton.cdiv(n, _COLUMNS), triton.cdiv(m, _PART), batch)
-    _restore_kernel[grid](grad, residual, p, q_own, q_sum, largest, m, n, PART=_PART, **_tile(p.shape[2], _ROWS_DOWN))
+    grid = (triton.cdiv(n, _COLUMNS), triton.cdiv(m, _STRIP), batch)
+    _restore_kernel[grid](grad, residual, p, q_own, q_sum, largest, m, n, PART=_STRIP, **_tile(p.shape[2], _ROWS_DOWN))
 
 
 def orthogonalize(p: torch.Tensor, vanished: float) -> None:

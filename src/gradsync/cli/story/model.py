@@ -36,7 +36,7 @@ class CharTransformer(nn.Module):
             nn.init.normal_(embedding.weight, std=0.1)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        places = torch.arange(text.shape[1])
+        places = torch.arange(text.shape[1], device=text.device)
         return self.scores(self.norm(self.blocks(self.characters(text) + self.places(places))))
 
 
