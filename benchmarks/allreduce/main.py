@@ -124,7 +124,7 @@ def main() -> None:
         keep("exposed", steps)
         say("\n" + exposed.tables(steps) + "\n")
     if "across" in given.parts:
-        import across  # needs pyroute2, which a machine without root has no use for
+        import across  # late: only this part needs namespaces
 
         hops = across.measure(given.rounds, given.launches)
         keep("across", hops)

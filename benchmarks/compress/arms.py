@@ -40,12 +40,23 @@ class Task(NamedTuple):
     fewest_nbytes: dict[str, float]  # by phase
     sent_nbytes: float
     arms: dict[str, Act]
+    reset: Act  # before every turn: arms change residuals, and some let them grow from turn to turn
 
 
 def make_buffers(num_matrices: int, device: str) -> Buffers:
     size = num_matrices * MATRIX[0] * MATRIX[1]
     flat = torch.randn(size, device=device)
-    return Buffers(flat, 0.1 * torch.randn(size, device=device), torch.empty_like(flat))
+    return Buffers(flat, torch.randn(size, device=device), torch.empty_like(flat))
+
+
+def reset_of(*tensors: Tensor) -> Act:
+    """Fresh random numbers: what is timed are never zeros, infinities or leftovers."""
+
+    def reset() -> None:
+        for tensor in tensors:
+            tensor.normal_()
+
+    return reset
 
 
 def make_table(code: Code, num_elements: int, device: str) -> BlockTable:
@@ -91,7 +102,7 @@ def _cast(buffers: Buffers, compiled: bool) -> Task:
     arms: dict[str, Act] = {"copy": lambda: buffers.out.copy_(buffers.flat), "fill": lambda: buffers.out.zero_()}
     arms |= {"ours encode": lambda: half.copy_(buffers.flat), "ours decode 1": lambda: buffers.out.copy_(half)}
     nbytes = {"copy": 8.0 * size, "fill": 4.0 * size, "encode": 6.0 * size, "decode 1": 6.0 * size}
-    return Task("cast", nbytes, 2.0 * size, arms | _eager_arms("cast", buffers, compiled))
+    return Task("cast", nbytes, 2.0 * size, arms | _eager_arms("cast", buffers, compiled), reset_of(buffers.residual))
 
 
 def _blocks(name: str, buffers: Buffers, compiled: bool) -> Task:
@@ -111,7 +122,7 @@ def _blocks(name: str, buffers: Buffers, compiled: bool) -> Task:
         part = BlockTable(table.rows[: len(table.rows) // n], table.nbytes)
         nbytes[f"decode {n}"] = 4.0 * size / n + sent
         arms[f"ours decode {n}"] = lambda n=n, part=part: blocks.decode(code, payloads[:n], part, out)
-    return Task(name, nbytes, sent, arms | _eager_arms(name, buffers, compiled))
+    return Task(name, nbytes, sent, arms | _eager_arms(name, buffers, compiled), reset_of(residual))
 
 
 def _powersgd(buffers: Buffers, compiled: bool) -> Task:
@@ -139,4 +150,4 @@ def _powersgd(buffers: Buffers, compiled: bool) -> Task:
         arms["compiled encode"] = lambda: fused(grad, residual, q)
     size, factors = grad.numel(), 4 * (p.numel() + q.numel())
     nbytes = {"encode": 20.0 * size, "project": 12.0 * size, "project_back": 4.0 * size, "restore": 12.0 * size}
-    return Task("PowerSGD", nbytes, factors, arms)
+    return Task("PowerSGD", nbytes, factors, arms, reset_of(grad, residual, p, q))

@@ -10,6 +10,7 @@ import argparse
 import gc
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,6 +26,8 @@ import report  # noqa: E402
 import bench_harness  # noqa: E402
 
 NUM_MATRICES = {"cuda": 106, "cpu": 5}
+HEAD_START_CYCLES = 2_000_000  # a millisecond
+WARM_UP = 2  # rounds; kernels are compiled in the first
 
 
 def seconds(act: arms.Act, device: str) -> float:
@@ -34,6 +37,7 @@ def seconds(act: arms.Act, device: str) -> float:
         act()
         return time.perf_counter() - start
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(HEAD_START_CYCLES)  # the host queues meanwhile: what is measured is the device
     begin.record()
     act()
     end.record()
@@ -41,23 +45,28 @@ def seconds(act: arms.Act, device: str) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
+def turn(task: arms.Task, act: arms.Act, device: str) -> float:
+    task.reset()
+    return seconds(act, device)
+
+
 def measure(device: str, rounds: int, compiled: bool) -> dict[str, Any]:
     """Samples of every arm; those of one method take turns with a copy."""
     buffers = arms.make_buffers(NUM_MATRICES[device], device)
-    results: dict[str, Any] = {"num_elements": buffers.flat.numel(), "methods": {}}
+    size = buffers.flat.numel()
+    results: dict[str, Any] = {"num_elements": size, "methods": {}}
     for task in arms.tasks(buffers, compiled):
-        for act in task.arms.values():
-            for _ in range(2):
-                act()
-        turns = {name: lambda act=act: seconds(act, device) for name, act in task.arms.items()}
-        turns["copy"] = lambda: seconds(lambda: buffers.out.copy_(buffers.flat), device)
+        acts = {**task.arms, "copy": lambda: buffers.out.copy_(buffers.flat)}
+        turns = {name: partial(turn, task, act, device) for name, act in acts.items()}
+        bench_harness.interleave(turns, WARM_UP)
         samples = bench_harness.interleave(turns, rounds)
-        bytes_ = {
+        assert bool(buffers.residual.isfinite().all())
+        results["methods"][task.name] = {
+            "num_elements": size,
             "fewest_nbytes": task.fewest_nbytes,
             "sent_nbytes": task.sent_nbytes,
-            "num_elements": buffers.flat.numel(),
+            "samples": {name: [round(value, 7) for value in values] for name, values in samples.items()},
         }
-        results["methods"][task.name] = {**bytes_, "samples": {k: [round(x, 7) for x in v] for k, v in samples.items()}}
         print(task.name, {name: f"{1e3 * median(each):.3f} ms" for name, each in samples.items()}, flush=True)
     return results
 

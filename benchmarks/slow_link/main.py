@@ -31,7 +31,7 @@ RATES = ("100mbit", "1gbit")
 
 def steps(options: argparse.Namespace) -> None:
     """Part 1: a rate after the other, all arms in turn."""
-    from slow_link.steps import measure  # late: needs pyroute2, which a machine without root has no use for
+    from slow_link.steps import measure  # late: only this part needs namespaces
 
     arms = _arms(options.arms, lambda name: True)
     for rate in options.rate:

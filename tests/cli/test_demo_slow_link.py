@@ -168,10 +168,12 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 # --- the words ---
 
 
-def result(compressed_s: float, loss: float) -> Result:
+def result(compressed_s: float, loss: float, exact_s: float = 1.0) -> Result:
+    seconds = {ALONE: 0.25, DDP: 1.0, GRADSYNC: exact_s}
+
     def ledger(name: str) -> Ledger:
-        if name in (ALONE, DDP, GRADSYNC):
-            return Ledger([0.25 if name == ALONE else 1.0] * 3, [13_000_000] * 3, 3.0)
+        if name in seconds:
+            return Ledger([seconds[name]] * 3, [13_000_000] * 3, 3.0)
         return Ledger([compressed_s] * 3, [300_000] * 3, loss)
 
     return sum_up([{name: ledger(name) for name in ARMS}] * 2, RATE, 1, 8, 3_000_000)
@@ -180,13 +182,17 @@ def result(compressed_s: float, loss: float) -> Result:
 def test_a_gain_is_said_with_its_reason() -> None:
     told = sentences(result(0.25, 3.01))
     assert "compression makes a step 4.0 times as fast" in told[0]
-    assert "it sends 0.30 MB where DDP sends 13.00" in told[0]
+    assert "it sends 0.30 MB where DDP without compression sends 13.00" in told[0]
     assert told[1].endswith("that is why compress=None is the default.")
     assert "within 1 %: try it" in told[2]
 
 
 def test_no_gain_is_not_called_one() -> None:
     assert sentences(result(1.2, 3.0))[0].startswith("On this link compression buys nothing")
+
+
+def test_what_gradsync_gains_without_compression_is_not_counted() -> None:
+    assert sentences(result(0.5, 3.0, exact_s=0.5))[0].startswith("On this link compression buys nothing")
 
 
 def test_who_learned_less_is_named() -> None:

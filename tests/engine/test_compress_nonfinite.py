@@ -60,7 +60,7 @@ def see_it_once(names: list[str], value: float) -> None:
             check_law_from_here(model, sync, range(_SPOILED_STEP + 1, _SPOILED_STEP + 4), name)
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
 def test_every_rank_sees_it_and_the_next_step_is_clean(value: float, run: Callable[..., Any]) -> None:
     run(see_it_once, list(EVERY), value, ranks=3)
 

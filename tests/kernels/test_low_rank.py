@@ -7,7 +7,18 @@ import torch
 
 from gradsync.kernels.low_rank import orthogonalize, project, project_back, restore
 
-SHAPES = ((1, 1, 1), (7, 5, 1), (5, 7, 2), (33, 65, 4), (769, 307, 3), (1000, 10, 2), (128, 1027, 8), (16, 16, 16))
+SHAPES = (
+    (1, 1, 1),
+    (7, 5, 1),
+    (5, 7, 2),
+    (33, 65, 4),
+    (769, 307, 3),
+    (1000, 10, 2),
+    (128, 1027, 8),
+    (255, 243, 1),
+    (9, 167, 8),
+    (16, 16, 16),
+)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

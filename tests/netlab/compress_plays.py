@@ -32,7 +32,7 @@ def conserve(recipes: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
 
 
 def count(recipes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each compressor: what this host sent in a step, by the kernel's count; and what `stats` says that it sends."""
+    """For each compressor: what this host sent in a step by the kernel's count, and what it sends by `stats`."""
     gs.init(timeout=60)
     found = [_count(compressor) for compressor in map(from_canonical, recipes)]
     dist.destroy_process_group()

@@ -9,7 +9,7 @@ from typing import Any
 
 from gradsync.cli.slow_link.arms import ARMS, COMPRESSED
 from gradsync.cli.slow_link.crossing import Ledger
-from gradsync.cli.story.arms import DDP
+from gradsync.cli.story.arms import DDP, GRADSYNC
 from gradsync.cli.story.result import Spread, spread
 
 
@@ -46,6 +46,11 @@ class Result:
     def best(self) -> ArmResult:
         """The fastest that compresses and keeps up; the fastest at all where none does."""
         return next((arm for arm in self.compressed if self.keeps_up(arm)), self.compressed[0])
+
+    @property
+    def exact(self) -> ArmResult:
+        """The faster of those that change nothing: what compression is to be compared with."""
+        return min(self.arm(DDP), self.arm(GRADSYNC), key=lambda arm: arm.step_ms.median)
 
     def keeps_up(self, arm: ArmResult) -> bool:
         """Whether it learned as much as DDP in the same steps, but for a hundredth of the loss."""
