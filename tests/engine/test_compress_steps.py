@@ -122,9 +122,6 @@ def weigh_heavier_and_heavier(names: list[str]) -> dict[str, float]:
     return found
 
 
-@pytest.mark.xfail(
-    reason="Reducer.finish leaves residuals in the unit of the step before when weighting.follow chooses another"
-)
 def test_weights_of_another_size_do_not_blow_up_what_is_kept(run: Callable[..., Any]) -> None:
     for found in run(weigh_heavier_and_heavier, FAMILIES):
         assert {name: part for name, part in found.items() if part > 2} == {}

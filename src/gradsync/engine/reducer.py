@@ -208,7 +208,9 @@ class Reducer:
                 warn_if_same_data(headers)
             self._hand_out(headers)
         self._buffers.finish(self.lane)
+        unit = self.weighting.unit
         self.weighting.follow(headers)
+        self.shipping.rescale(unit / self.weighting.unit)  # what is kept is in the unit of what comes next
         self.agenda.learn(headers, self._arrivals)
         self._begin_step()
         step, self.lane.step = self.lane.place(), self.lane.step + 1

@@ -192,12 +192,14 @@ class Steps:
         queue_callback(self._finish)
 
     def _finish(self) -> None:
-        with self.failing():
-            self.reducer.finish()
-        self.window.close()
-        self.unsynchronized = False
-        self._spoiled = False
-        self.active = None
+        try:
+            with self.failing():
+                self.reducer.finish()
+        finally:  # a NaN that is raised ends the step too
+            self.window.close()
+            self.unsynchronized = False
+            self._spoiled = False
+            self.active = None
 
     # Outside of backward
 

@@ -118,6 +118,13 @@ class Shipping:
         """Forget these buckets and what is kept for them: the next ones begin with this instead."""
         self.parcels, self._routes, self._waiting = [], {}, kept
 
+    def rescale(self, factor: float) -> None:
+        """Multiply all residuals: gradients will come in another unit."""
+        if factor != 1.0:
+            residuals = [parcel.residual for parcel in self.parcels if parcel.residual is not None]
+            for residual in (*residuals, *self._waiting.residuals.values()):
+                residual.mul_(factor)
+
     @property
     def waiting(self) -> list[str]:
         """The parameters with a residual that are not compressed now, so that nothing sends it."""

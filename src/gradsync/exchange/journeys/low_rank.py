@@ -54,7 +54,7 @@ class LowRank:
         residual = self._parcel.residual if self._scratch is None else self._scratch
         assert residual is not None
         for (rows, cols), group in groupby(self._parcel.items, lambda item: matrix(item.param.shape)):
-            for items in _evenly_spaced(list(group)):
+            for items in _side_by_side(list(group), rows * cols):
                 count = len(items)
                 p = self._p.near[p_at : p_at + count * rows * rank].view(count, rows, rank)
                 q = self._q.near[q_at : q_at + count * cols * rank].view(count, cols, rank)
@@ -100,18 +100,17 @@ class LowRank:
             self._parcel.factors[item.name] = q
 
 
-def _evenly_spaced(items: list[Item]) -> list[list[Item]]:
-    """Cut where the distance between neighbours changes: a batch is one strided view."""
+def _side_by_side(items: list[Item], numel: int) -> list[list[Item]]:
+    """Cut where there is a gap between neighbours: a batch is one contiguous view."""
     batches: list[list[Item]] = []
     for item in items:
-        last = batches[-1] if batches else []
-        if len(last) == 1 or (len(last) > 1 and item.start - last[-1].start == last[1].start - last[0].start):
-            last.append(item)
+        if batches and item.start == batches[-1][-1].start + numel:
+            batches[-1].append(item)
         else:
             batches.append([item])
     return batches
 
 
 def _as_batch(flat: torch.Tensor, items: list[Item], rows: int, cols: int) -> torch.Tensor:
-    apart = items[1].start - items[0].start if len(items) > 1 else rows * cols
-    return flat.as_strided((len(items), rows, cols), (apart, cols, 1), flat.storage_offset() + items[0].start)
+    start = items[0].start
+    return flat[start : start + len(items) * rows * cols].view(len(items), rows, cols)

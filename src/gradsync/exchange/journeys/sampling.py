@@ -41,7 +41,7 @@ class Sampling:
         with self._account.timing("decode_s", flat.device):
             payload.up()
             flat.zero_()
-            flat[places] = payload.near.to(flat.dtype)
+            flat.index_copy_(0, places, payload.near.to(flat.dtype))
 
     def _encode(self, flat: torch.Tensor, places: torch.Tensor, payload: torch.Tensor) -> None:
         residual = self._parcel.residual
@@ -53,5 +53,5 @@ class Sampling:
         drawn = values[places].float() if self._weight is None else values[places] * self._weight
         payload.copy_(drawn.masked_fill(spoiled, torch.nan))
         if residual is not None:
-            residual[places] = 0
+            residual.index_fill_(0, places, 0)  # not `[places] = 0`, which copies the 0 from the host and waits
             residual.masked_fill_(spoiled, 0)
