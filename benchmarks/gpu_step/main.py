@@ -6,6 +6,7 @@ python benchmarks/gpu_step/main.py            # on a machine with a GPU
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -137,26 +138,28 @@ def measure(rounds: int, batch: int) -> dict[str, Any]:
     }
 
 
+def table(launch: dict[str, Any]) -> str:
+    """One launch, for people."""
+    samples, rows = launch["samples"], []
+    for name, values in samples.items():
+        faster = 1 / bench_harness.paired_ratio(samples, name, "DDP")[0]
+        payload = launch["stats"].get(name, {}).get("nbytes", 0) / 1e6
+        rows.append([name, bench_harness.milliseconds(values), f"{faster:.2f}", f"{payload:.1f}" if payload else "–"])
+    return bench_harness.table(["arm", "step ms (quartiles)", "× as fast as DDP", "payload MB"], rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--out", type=Path, default=HERE / "results.json")
+    parser.add_argument("--out", type=Path, default=HERE / "results.json", help="launches already in it stay")
     parser.add_argument("--commit", default=bench_harness.commit(HERE), help="what is measured, outside of a clone")
     arguments = parser.parse_args()
     found = gs.spawn(measure, 2, arguments.rounds, arguments.batch, timeout=500)[0]
-    rows = []
-    for name, samples in found["samples"].items():
-        ratio = bench_harness.paired_ratio(found["samples"], name, "DDP")[0]
-        stats = found["stats"].get(name, {})
-        rows.append(
-            [name, bench_harness.milliseconds(samples), f"{1 / ratio:.2f}", f"{stats.get('nbytes', 0) / 1e6:.1f}"]
-        )
-    print(bench_harness.table(["arm", "step ms", "DDP / arm", "payload MB"], rows))
-    bench_harness.save(
-        arguments.out,
-        {"machine": bench_harness.machine(), "commit": arguments.commit, "batch": arguments.batch, **found},
-    )
+    facts = {"machine": bench_harness.machine(), "commit": arguments.commit, "batch": arguments.batch}
+    print(table(facts | found))
+    before = json.loads(arguments.out.read_text())["launches"] if arguments.out.exists() else []
+    bench_harness.save(arguments.out, {"launches": [*before, facts | found]})
 
 
 if __name__ == "__main__":

@@ -31,7 +31,9 @@ COMPRESSORS: dict[str, Compressor] = {
     "topk 1 %": gs.topk(0.01),
     "topk 0.1 %": gs.topk(0.001, block=16384),  # of 1024 it would be two: 0.2 %
     "randomk 1 %": gs.randomk(0.01),
+    "topk 10 %": gs.topk(0.1),
     "powersgd 4": gs.powersgd(4),
+    "powersgd 16": gs.powersgd(16),
     "by parameter": gs.by_parameter(
         [
             gs.rule(dims=1, compress=None),
@@ -40,6 +42,11 @@ COMPRESSORS: dict[str, Compressor] = {
         ],
         default=gs.powersgd(4),
     ),
+}
+
+# In a step they cost what the compressors inside cost.
+WARMED_UP: dict[str, Compressor] = {
+    f"{name}, warm-up": gs.warmup(COMPRESSORS[name], 100) for name in ("sign", "topk 1 %", "powersgd 4", "powersgd 16")
 }
 
 
@@ -51,17 +58,19 @@ class Arm:
         make: Of a model and its optimizer, the replica.
         window: Steps from one synchronization to the next; what is timed is whole windows.
         learns: Whether it takes part in `loss`; not where another arm computes the same.
+        timed: Whether it takes part in `steps`; likewise.
         compress: For ranks that are played in one process: what their gradients go through; None: nothing.
     """
 
     make: Callable[[nn.Module, Optimizer], Replica]
     window: int = 1
     learns: bool = True
+    timed: bool = True
     compress: Compressor | None = None
 
 
-def _compressed(recipe: Compressor) -> Arm:
-    return Arm(partial(ours, plan=gs.Plan(compress=recipe)), compress=recipe)
+def _compressed(recipe: Compressor, timed: bool) -> Arm:
+    return Arm(partial(ours, plan=gs.Plan(compress=recipe)), timed=timed, compress=recipe)
 
 
 ARMS: dict[str, Arm] = {
@@ -73,5 +82,6 @@ ARMS: dict[str, Arm] = {
     "DDP, accumulate 4": Arm(partial(ddp, view=True, every=4), window=4, learns=False),
     EXACT: Arm(partial(ours, plan=gs.Plan())),
     "gradsync, accumulate 4": Arm(partial(ours, plan=gs.Plan(pace=gs.accumulate(4))), window=4),
-    **{f"gradsync, {name}": _compressed(recipe) for name, recipe in COMPRESSORS.items()},
+    **{f"gradsync, {name}": _compressed(recipe, True) for name, recipe in COMPRESSORS.items()},
+    **{f"gradsync, {name}": _compressed(recipe, False) for name, recipe in WARMED_UP.items()},
 }

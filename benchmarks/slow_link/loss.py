@@ -16,7 +16,7 @@ import torch.distributed as dist
 from gradsync.ranks import RankPool
 from slow_link import data
 from slow_link.arms import ARMS
-from slow_link.model import SIZES, adamw, build, digest, evaluate
+from slow_link.model import RATES, SIZES, build, digest, evaluate, optimizer_of
 
 _LOOK = 50  # steps from one look at the held-out text to the next
 _WARM_UP = 100
@@ -30,7 +30,7 @@ class Task:
 
     size: str = "small"
     steps: int = 1000
-    lr: float = 1e-3
+    optimizer: str = "adamw"
     ranks: int = 2
     in_one_process: bool = False
 
@@ -40,7 +40,9 @@ class Task:
         >>> Task().label
         '2 ranks, small, 1000 steps'
         """
-        return f"{self.ranks} {'replicas' if self.in_one_process else 'ranks'}, {self.size}, {self.steps} steps"
+        who = "replicas" if self.in_one_process else "ranks"
+        by = "" if self.optimizer == "adamw" else f", {self.optimizer}"
+        return f"{self.ranks} {who}, {self.size}, {self.steps} steps{by}"
 
     def lr_at(self, step: int) -> float:
         """Linear up, then a cosine down.
@@ -49,11 +51,11 @@ class Task:
         >>> task.lr_at(0), task.lr_at(100), round(task.lr_at(1000), 6)
         (1e-05, 0.001, 0.0001)
         """
-        warm_up = min(_WARM_UP, self.steps // 10)
+        lr, warm_up = RATES[self.optimizer], min(_WARM_UP, self.steps // 10)
         if step < warm_up:
-            return self.lr * (step + 1) / warm_up
+            return lr * (step + 1) / warm_up
         done = (step - warm_up) / max(1, self.steps - warm_up)
-        return self.lr * (_FLOOR + (1 - _FLOOR) * (1 + math.cos(math.pi * done)) / 2)
+        return lr * (_FLOOR + (1 - _FLOOR) * (1 + math.cos(math.pi * done)) / 2)
 
     def looks(self) -> Iterator[int]:
         """After how many steps the held-out text is looked at."""
@@ -87,7 +89,7 @@ def play(fields: dict[str, Any], arm: str, seed: int) -> dict[str, Any]:
     task, rank = Task(**fields), dist.get_rank()
     shape = SIZES[task.size]
     model = build(shape, seed)
-    replica = ARMS[arm].make(model, adamw(model))
+    replica = ARMS[arm].make(model, optimizer_of(model, task.optimizer))
     unseen = data.held_out(shape, rank, task.ranks)
     looks = set(task.looks())
     train: list[float] = []

@@ -24,7 +24,7 @@ from gradsync.ranks import RankPool  # noqa: E402
 from slow_link import bars, curves, replicas, report, store  # noqa: E402
 from slow_link.arms import ARMS  # noqa: E402
 from slow_link.loss import Task, learn  # noqa: E402
-from slow_link.model import SIZES  # noqa: E402
+from slow_link.model import OPTIMIZERS, SIZES  # noqa: E402
 
 RATES = ("100mbit", "1gbit")
 
@@ -33,7 +33,7 @@ def steps(options: argparse.Namespace) -> None:
     """Part 1: a rate after the other, all arms in turn."""
     from slow_link.steps import measure  # late: only this part needs namespaces
 
-    arms = _arms(options.arms, lambda name: True)
+    arms = _arms(options.arms, lambda name: ARMS[name].timed)
     for rate in options.rate:
         facts = _facts(options) | measure(rate, arms, options.rounds)
         store.keep(options.out, "steps", rate, facts)
@@ -42,7 +42,7 @@ def steps(options: argparse.Namespace) -> None:
 
 def loss(options: argparse.Namespace) -> None:
     """Part 2: cell by cell, seeds first, so that every arm has one before any has two."""
-    task = Task(options.size, options.steps, options.lr, options.replicas or 2, bool(options.replicas))
+    task = Task(options.size, options.steps, options.optimizer, options.replicas or 2, bool(options.replicas))
     arms = _arms(options.arms, lambda name: ARMS[name].learns and (not options.replicas or replicas.plays(name)))
     done = {} if options.again else store.load(options.out).get("loss", {})
     with RankPool(task.ranks, threads=1) as pool:
@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     learned.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     learned.add_argument("--steps", type=int, default=1000)
     learned.add_argument("--size", choices=tuple(SIZES), default="small")
-    learned.add_argument("--lr", type=float, default=1e-3)
+    learned.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw")
     learned.add_argument("--replicas", type=int, default=0, help="ranks to play in one process; 0: two real ones")
     learned.add_argument("--device", default="cpu", help="with --replicas: cpu or cuda")
     learned.add_argument("--again", action="store_true", help="also cells that results.json has")

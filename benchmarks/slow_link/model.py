@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -23,8 +25,16 @@ def build(shape: Shape, seed: int) -> CharTransformer:
         return CharTransformer(shape)
 
 
-def adamw(model: nn.Module, lr: float = 1e-3) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=lr)
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "sgd": partial(torch.optim.SGD, momentum=0.9, nesterov=True),
+}
+RATES = {"adamw": 1e-3, "sgd": 0.1}
+"""Learning rates, the same for every arm."""
+
+
+def optimizer_of(model: nn.Module, name: str = "adamw") -> torch.optim.Optimizer:
+    return OPTIMIZERS[name](model.parameters(), lr=RATES[name])
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from slow_link import data
 from slow_link.arms import ARMS, EXACT
 from slow_link.averaging import Averaging
 from slow_link.loss import Task, cell
-from slow_link.model import SIZES, adamw, build, evaluate
+from slow_link.model import SIZES, build, evaluate, optimizer_of
 
 
 def plays(arm: str) -> bool:
@@ -31,7 +31,7 @@ def learn(task: Task, arm: str, seed: int, device: str) -> dict[str, Any]:
     torch.set_num_threads(1)  # several runs side by side, of other seeds, do more than several threads
     shape = SIZES[task.size]
     model = build(shape, seed).to(device)
-    optimizer = adamw(model)
+    optimizer = optimizer_of(model, task.optimizer)
     named = dict(model.named_parameters())
     averaging = Averaging(named, ARMS[arm].compress, task.ranks)
     unseen = _on(device, data.held_out(shape))

@@ -32,7 +32,7 @@ from netlab.lab import Lab
 from netlab.traffic import payload, sent
 from slow_link import data
 from slow_link.arms import ARMS, BASE
-from slow_link.model import SIZES, adamw, build
+from slow_link.model import SIZES, build, optimizer_of
 from slow_link.replica import Replica
 
 _WARM_UP = 3  # DDP makes its buckets anew after the first step, gradsync after the second
@@ -119,7 +119,7 @@ def play(arms: list[str], rounds: int, progress: str) -> dict[str, Any]:
 
 def _replica(name: str, shape: Shape) -> Replica:
     model = build(shape, seed=0)
-    return ARMS[name].make(model, adamw(model))
+    return ARMS[name].make(model, optimizer_of(model))
 
 
 def _turns(replica: Replica, window: int, shape: Shape, turns: list[Turn]) -> Callable[[], float]:

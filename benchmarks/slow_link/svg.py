@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from slow_link.arms import ARMS
 
-# 18 arms: the families by hue, so that neighbours in the key differ.
+# 24 arms: the families by hue, so that neighbours in the key differ.
 _COLORS = (
     ("#777777", "#aaaaaa"),
     ("#c62828", "#ef9a9a"),
@@ -26,6 +26,12 @@ _COLORS = (
     ("#ef6c00", "#ffcc80"),
     ("#455a64", "#b0bec5"),
     ("#9e9d24", "#e6ee9c"),
+    ("#4e342e", "#d7ccc8"),
+    ("#b71c1c", "#ffab91"),
+    ("#283593", "#7986cb"),
+    ("#558b2f", "#aed581"),
+    ("#6a1b9a", "#ba68c8"),
+    ("#37474f", "#90a4ae"),
 )
 _STYLE = """
 .page { fill: #fff } text { font: 12px sans-serif; fill: #333 } .title { font-size: 14px; font-weight: bold }
