@@ -7,6 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gradsync.compress.cast import bf16
+from gradsync.compress.choice import EXACT, Choice, Param
+from gradsync.compress.integers import int8
 from gradsync.engine.bucket import _LARGE_NBYTES, Bucket, Entry, Layout, _default_limit, _offsets, _pack
 from gradsync.exchange.memory import zeros
 
@@ -15,6 +18,10 @@ LARGE = _LARGE_NBYTES // 4  # elements of float32
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 small_tensors = st.builds(lambda shape, dtype: torch.zeros(shape, dtype=dtype), shapes, st.sampled_from(DTYPES))
+
+
+def exactly(param: Param) -> Choice:
+    return EXACT
 
 
 def entries_of(tensors: list[torch.Tensor]) -> list[Entry]:
@@ -274,3 +281,17 @@ def test_a_step_that_was_reset_leaves_nothing_to_the_next(size: int) -> None:
     bucket.complete(all_used(bucket), 1.0)
     bucket.hand_out(None)
     assert torch.equal(bucket.entries[0].param.grad, grads[0])
+
+
+@given(tensors=st.lists(small_tensors, max_size=12), limit=st.integers(1, 200))
+def test_what_travels_in_different_ways_is_never_in_one_bucket(tensors: list[torch.Tensor], limit: int) -> None:
+    def choose(param: Param) -> Choice:
+        return (int8() if param.numel % 2 else bf16()).choose(param)
+
+    layout = Layout(entries_of(tensors), limit, set(), zeros, choose)
+    for bucket in layout.buckets:
+        for item in bucket.parcel.items:
+            assert choose(item.param._replace(dtype=bucket.flat.dtype)) == bucket.choice
+    assert sorted(item.name for b in layout.buckets for item in b.parcel.items) == sorted(
+        f"p{index}" for index in range(len(tensors))
+    )

@@ -5,6 +5,7 @@ The law is the same throughout: what was given is applied, or is in somebody's r
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -182,3 +183,20 @@ def convolve(names: list[str]) -> None:
 
 def test_channels_last_is_compressed_as_it_lies_in_memory(run: Callable[..., Any]) -> None:
     run(convolve, WITH_FEEDBACK)
+
+
+# Rules that fit nothing
+
+
+def misspell() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with attached(Given(brings(0)), gs.warmup(gs.by_parameter({"*.frist": gs.int8(), "*.second": None}), 2)):
+            pass
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_rule_whose_pattern_fits_no_name_is_told_once(run: Callable[..., Any]) -> None:
+    [message], nothing = run(misspell)
+    assert message.startswith("by_parameter: no parameter's name fits '*.frist'; is it misspelt?")
+    assert nothing == []

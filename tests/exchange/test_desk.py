@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradsync.exchange.desk import Delivery, Desk, Journey
+from gradsync.exchange.desk import Desk, Journey
 from gradsync.transport.courier import Courier
-from gradsync.transport.tickets import Ticket
+from gradsync.transport.tickets import Promise, Ticket
 
 _BOUND_S = 30.0  # far beyond what any of this takes: only a hang reaches it
 
@@ -79,8 +79,8 @@ def travel_and_fail(wire: Wire, bucket: int, good_rounds: int, how: str) -> Jour
     yield Broken("a round")
 
 
-def delivery(bucket: int) -> Delivery:
-    return Delivery(f"bucket {bucket}", 0, bucket, on_host=True)
+def delivery(bucket: int) -> Promise:
+    return Promise(f"bucket {bucket}", 0, bucket, on_host=True)
 
 
 @contextmanager

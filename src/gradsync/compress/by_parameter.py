@@ -126,4 +126,18 @@ def by_parameter(
     return ByParameter(tuple(rules), default)
 
 
+def idle_patterns(compressor: object, names: Sequence[str]) -> list[str]:
+    """Patterns of rules, anywhere in a composition, that fit no name: misspelt, most likely.
+
+    >>> idle_patterns(by_parameter({"*.bais": None}), ["layers.0.bias"])
+    ['*.bais']
+    """
+    if isinstance(compressor, ByParameter):
+        idle = [rule.pattern for rule in compressor.rules if not any(fnmatchcase(n, rule.pattern) for n in names)]
+        inside = [rule.compress for rule in compressor.rules] + [compressor.default]
+        return idle + [pattern for inner in inside for pattern in idle_patterns(inner, names)]
+    inner = getattr(compressor, "inner", None)
+    return [] if inner is None else idle_patterns(inner, names)
+
+
 _ANY = Rule("*", None)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from gradsync.compress.by_parameter import idle_patterns
 from gradsync.engine.inventory import Inventory
 from gradsync.errors import Disagreement
 from gradsync.exchange.exact import Exact
@@ -47,6 +49,7 @@ def open_shipping(
         check_door(lane, papers.table, papers.terms, None if refusal is None else str(refusal))
         if refusal is not None:
             raise refusal
+        _warn_of_idle_rules(lane, plan, inventory)
         lane.open_team(HEAD_NBYTES + len(inventory.entries))
         devices = {tensor.device for tensor in inventory.tensors()}
         exact = Exact(lane, parent, plan.algorithm, travelling_devices(parent, devices, plan), timeout + NET_S)
@@ -58,3 +61,13 @@ def open_shipping(
             raise ValueError(str(error)) from None
         raise
     return Opened(lane, exact, shipping)
+
+
+def _warn_of_idle_rules(lane: Lane, plan: Plan, inventory: Inventory) -> None:
+    idle = idle_patterns(plan.compress, [entry.name for entry in inventory.entries])
+    if idle and lane.groups.rank == 0:
+        warnings.warn(
+            f"by_parameter: no parameter's name fits {', '.join(map(repr, idle))}; is it misspelt? The names are those "
+            "of model.named_parameters()",
+            stacklevel=5,
+        )

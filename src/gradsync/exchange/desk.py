@@ -15,8 +15,6 @@ happens at once, on a stream of its own.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
@@ -24,42 +22,17 @@ from typing import NamedTuple
 import torch
 
 from gradsync.transport.courier import Courier
-from gradsync.transport.tickets import Errand, Ticket
+from gradsync.transport.tickets import Errand, Promise, Ticket
 
 _SLICE_S = 1.0
 
 Journey = Iterator[Ticket | None]  # None: others have a round here, this rank does not
 
 
-class Delivery(Ticket):
-    """A bucket's whole journey."""
-
-    def __init__(self, what: str, nbytes: int, bucket: int, on_host: bool) -> None:
-        super().__init__(what, nbytes, bucket)
-        self.on_host = on_host
-        self.after: Callable[[], None] = lambda: None  # what the waiting thread does when it has landed
-        self._done = threading.Event()
-        self._error: Exception | None = None
-
-    def finish(self, error: Exception | None = None) -> None:
-        self._error = error
-        self.succeeded = error is None
-        self.finished_at = time.perf_counter()
-        self._done.set()
-
-    def landed(self, slice_s: float) -> bool:
-        return self._done.wait(slice_s)
-
-    def settle(self) -> None:
-        if self._error is not None:
-            raise self._error
-        self.after()
-
-
 class _Trip(NamedTuple):
     journey: Journey
     ticket: Ticket | None  # the round it waits for
-    delivery: Delivery
+    delivery: Promise
 
 
 class Desk:
@@ -71,7 +44,7 @@ class Desk:
         self._trips: list[_Trip] = []
         self._broken: Exception | None = None
 
-    def take(self, journey: Journey, delivery: Delivery) -> None:
+    def take(self, journey: Journey, delivery: Promise) -> None:
         """Begin a journey after those handed in before."""
         if self._stream is None:
             self._do(lambda: self._begin(journey, delivery))
@@ -94,7 +67,7 @@ class Desk:
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def _begin(self, journey: Journey, delivery: Delivery) -> None:
+    def _begin(self, journey: Journey, delivery: Promise) -> None:
         # A thread that torch did not start heeds torch.set_num_threads() only once it has asked; until then a small
         # matrix product wakes a thread per core, and ranks that share cores wait 20 ms for each.
         torch.get_num_threads()

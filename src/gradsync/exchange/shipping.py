@@ -19,7 +19,7 @@ from gradsync.compress.choice import EXACT, Choice, Codec, Param
 from gradsync.compress.powersgd import PowerSGD
 from gradsync.compress.randomk import RandomK
 from gradsync.exchange.circle import Circle, Everybody, Leaders
-from gradsync.exchange.desk import Delivery, Desk, Journey
+from gradsync.exchange.desk import Desk, Journey
 from gradsync.exchange.exact import Exact
 from gradsync.exchange.house import House
 from gradsync.exchange.journeys.across import Across
@@ -37,7 +37,7 @@ from gradsync.plan import Plan
 from gradsync.trace.tally import Account, Tally
 from gradsync.transport.groups import is_on_host
 from gradsync.transport.lane import Lane
-from gradsync.transport.tickets import Ticket
+from gradsync.transport.tickets import Promise, Ticket
 
 
 class Shipping:
@@ -161,7 +161,7 @@ class Shipping:
         return route if route is not None and warm else Plain(parcel, self._everybody)
 
     def _send(self, parcel: Parcel, journey: Journey, nbytes: int) -> Ticket:
-        delivery = Delivery(parcel.what, nbytes, parcel.index, self._on_host)
+        delivery = Promise(parcel.what, nbytes, parcel.index, self._on_host)
         self._lane.follow(delivery)
         self._desk.take(journey, delivery)
         return delivery

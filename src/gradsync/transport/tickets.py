@@ -4,6 +4,7 @@
     TeamSum     a sum in shared memory, by the team's worker
     OwnSum      the same, made by whoever waits for it
     Notice      a message from each to all on the team's boards
+    Promise     what a thread of ours will finish: a bucket's whole journey, say
     Errand      a Python function on the lane's thread
     OnStream    messages between GPUs, on a stream of their own
 
@@ -138,29 +139,22 @@ class Notice(_TeamTicket):
         return done
 
 
-class Errand(Ticket):
-    """A function that the lane's thread runs in its turn."""
+class Promise(Ticket):
+    """What a thread of ours will finish."""
 
-    def __init__(self, run: Callable[[], None], what: str, nbytes: int, bucket: int) -> None:
+    def __init__(self, what: str, nbytes: int, bucket: int, on_host: bool = True) -> None:
         super().__init__(what, nbytes, bucket)
-        self._run = run
+        self.on_host = on_host
+        self.after: Callable[[], None] = _nothing  # what the waiting thread does when it has landed
         self._done = threading.Event()
         self._error: Exception | None = None
-        self.after: Callable[[], None] = lambda: None  # what the waiting thread does when it has landed
 
-    def go(self, broken: Exception | None) -> Exception | None:
-        """On the lane's thread: run, unless an earlier one failed; the error there was."""
-        try:
-            if broken is not None:
-                raise RuntimeError(str(broken)) from broken
-            self._run()
-            self.succeeded = True
-        except Exception as error:
-            self._error = error
-        self._run = _nothing  # what it holds (tensors, say) is free now
+    def finish(self, error: Exception | None = None) -> None:
+        """It has ended: well, or by this error."""
+        self._error = error
+        self.succeeded = error is None
         self.finished_at = time.perf_counter()
         self._done.set()
-        return self._error
 
     def landed(self, slice_s: float) -> bool:
         return self._done.wait(slice_s)
@@ -169,6 +163,27 @@ class Errand(Ticket):
         if self._error is not None:
             raise self._error
         self.after()
+
+
+class Errand(Promise):
+    """A function that the lane's thread runs in its turn."""
+
+    def __init__(self, run: Callable[[], None], what: str, nbytes: int, bucket: int) -> None:
+        super().__init__(what, nbytes, bucket)
+        self._run = run
+
+    def go(self, broken: Exception | None) -> Exception | None:
+        """On the lane's thread: run, unless an earlier one failed; the error there was."""
+        failed: Exception | None = None
+        try:
+            if broken is not None:
+                raise RuntimeError(str(broken)) from broken
+            self._run()
+        except Exception as error:
+            failed = error
+        self._run = _nothing  # what it holds (tensors, say) is free now
+        self.finish(failed)
+        return failed
 
 
 class OnStream(Ticket):

@@ -65,31 +65,8 @@ static void lose(enum method method, const block_t *block, uint8_t *head, uint8_
     memcpy(head, &nan, sizeof nan);
 }
 
-#define LEVEL portable /* on x86-64: SSE2 */
-#define TARGET
-#define WIDTH 16
-#include "blocks_body.h"
-#undef LEVEL
-#undef TARGET
-#undef WIDTH
-
-#if defined(__x86_64__)
-#define LEVEL avx2
-#define TARGET __attribute__((target("avx2,f16c")))
-#define WIDTH 32
-#include "blocks_body.h"
-#undef LEVEL
-#undef TARGET
-#undef WIDTH
-
-#define LEVEL avx512
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx2,f16c")))
-#define WIDTH 64
-#include "blocks_body.h"
-#undef LEVEL
-#undef TARGET
-#undef WIDTH
-#endif
+#define BODY "blocks_body.h"
+#include "levels.h"
 
 static const codes_t *codes_in_use(void) {
 #if defined(__x86_64__)

@@ -1,7 +1,4 @@
-/* Picks the widest instruction set that this processor has, when it is first asked; see sums_body.h for the loops.
- *
- * Not -march=native: a login node differs from a compute node. Built with -ffp-contract=off, so that all levels and
- * the torch reference give the same bits. */
+/* Picks the widest instruction set that this processor has, when it is first asked; see sums_body.h for the loops. */
 #include "sums.h"
 
 #include "halves.h"
@@ -12,31 +9,8 @@
 #include <immintrin.h>
 #endif
 
-#define LEVEL portable /* on x86-64: SSE2 */
-#define TARGET
-#define WIDTH 16
-#include "sums_body.h"
-#undef LEVEL
-#undef TARGET
-#undef WIDTH
-
-#if defined(__x86_64__)
-#define LEVEL avx2
-#define TARGET __attribute__((target("avx2,f16c")))
-#define WIDTH 32
-#include "sums_body.h"
-#undef LEVEL
-#undef TARGET
-#undef WIDTH
-
-#define LEVEL avx512
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx2,f16c")))
-#define WIDTH 64
-#include "sums_body.h"
-#undef LEVEL
-#undef TARGET
-#undef WIDTH
-#endif
+#define BODY "sums_body.h"
+#include "levels.h"
 
 /* Dispatch */
 
