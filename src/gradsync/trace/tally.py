@@ -1,9 +1,10 @@
-"""What each compressor cost and saved, and what it did to the gradients; sums, read as means per step."""
+"""What each compressor cost and saved, and what it did to the gradients: sums since attach, read as means per step."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ class Account:
     sent_nbytes: float = 0.0
     encode_s: float = 0.0
     decode_s: float = 0.0
-    events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    events: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=deque)
 
     def sent(self, step: int, way: str, raw_nbytes: int, payload_nbytes: int, sent_nbytes: float) -> None:
         """A bucket left."""
@@ -33,6 +34,7 @@ class Account:
         self.raw_nbytes += raw_nbytes
         self.payload_nbytes += payload_nbytes
         self.sent_nbytes += sent_nbytes
+        self.settle()  # else events would pile up where nobody asks for stats
 
     @contextmanager
     def timing(self, what: str, device: torch.device) -> Iterator[None]:
@@ -50,10 +52,9 @@ class Account:
 
     def settle(self) -> None:
         """Add the times of the device that are known by now."""
-        known = [event for event in self.events if event[2].query()]
-        for what, first, last in known:
+        while self.events and self.events[0][2].query():
+            what, first, last = self.events.popleft()  # another thread may be adding at the other end
             self._add(what, first.elapsed_time(last) / 1e3)
-        self.events = [event for event in self.events if event not in known]
 
     def _add(self, what: str, seconds: float) -> None:
         setattr(self, what, getattr(self, what) + seconds)
