@@ -175,6 +175,20 @@ class Plan:
             raise ValueError(f"{path}: {error}") from None
 
 
+def not_a_plan(value: object) -> str:
+    """What to say to who passed something else, a compressor most likely.
+
+    >>> not_a_plan(3)
+    'plan must be a gs.Plan, got 3'
+    """
+    hint = ""
+    if isinstance(value, Compressor):
+        hint = " (did you mean gs.Plan(compress=...)?)"
+    elif isinstance(value, Algorithm):
+        hint = " (did you mean gs.Plan(algorithm=...)?)"
+    return f"plan must be a gs.Plan, got {value!r}{hint}"
+
+
 def check_algorithm(algorithm: object) -> None:
     """Refuse what is none."""
     if algorithm is not None and not isinstance(algorithm, Algorithm):
@@ -239,4 +253,5 @@ __all__ = [
     "check_algorithm",
     "check_compress",
     "every_step",
+    "not_a_plan",
 ]

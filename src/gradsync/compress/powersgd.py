@@ -40,6 +40,7 @@ class PowerSGD:
                 f"powersgd: min_ratio must be a number of at least 1, got {self.min_ratio!r} "
                 "(a gradient that does not shrink by this factor goes as it is)"
             )
+        object.__setattr__(self, "min_ratio", float(self.min_ratio))  # 2 and 2.0 are written alike
         check_whole("powersgd: seed", self.seed, 0, MAX_SEED)
 
     def choose(self, param: Param) -> Choice:

@@ -49,6 +49,7 @@ class RandomK:
 
     def __post_init__(self) -> None:
         check_density("randomk", self.density)
+        object.__setattr__(self, "density", float(self.density))  # 1 and 1.0 are written alike
         check_whole("randomk: seed", self.seed, 0, MAX_SEED)
 
     def choose(self, param: Param) -> Choice:

@@ -28,6 +28,7 @@ class TopK(BlockCodec):
 
     def __post_init__(self) -> None:
         check_density("topk", self.density)
+        object.__setattr__(self, "density", float(self.density))  # 1 and 1.0 are written alike
         check_block("topk", self.block, MIN_BLOCK, MAX_BLOCK)
 
     def code(self) -> Code:

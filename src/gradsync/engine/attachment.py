@@ -18,7 +18,7 @@ from gradsync.engine.steps import Steps
 from gradsync.engine.synchronizer import GradSync
 from gradsync.errors import Disagreement
 from gradsync.pace.window import Window
-from gradsync.plan import Plan
+from gradsync.plan import Plan, not_a_plan
 from gradsync.policy import Guard
 from gradsync.transport.lane import Lane
 
@@ -109,7 +109,7 @@ def _parent(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 def _check_arguments(plan: Plan, guard: Guard, buffers: str) -> None:
     if not isinstance(plan, Plan):
-        raise TypeError(f"plan must be a gs.Plan, got {plan!r}")
+        raise TypeError(not_a_plan(plan))
     if not isinstance(guard, Guard):
         raise TypeError(f"guard must be a gs.Guard, got {guard!r}")
     if buffers not in ("broadcast", "none"):

@@ -6,7 +6,7 @@
     gradsync.factor.<param>                                   PowerSGD's Q
     gradsync.rank<R>.residual.<param>                         what rank R has not sent yet
     gradsync.rank<R>.hidden.<param>                           its gradients of an open window of accumulate(k)
-    gradsync.rank<R>.num_hidden, .weight                      how many those are; its batch weight
+    gradsync.rank<R>.num_hidden, .num_residuals, .weight      how many those are; its batch weight
 
 What stands above the ranks' lines is equal on all of them. The number in the key keeps the ranks' own tensors
 apart, so states of several ranks become one by uniting the dicts.
@@ -96,8 +96,8 @@ def flatten(saved: Saved) -> State:
 
     >>> shared = Shared(41, 2, 1.0, 0, "int8", Arrangement(["bias", "weight"], [], True))
     >>> state = flatten(Saved(shared, {}, {1: Part({"weight": torch.zeros(2, 3)}, {}, 0)}))
-    >>> [key for key in state if "rank" in key]
-    ['gradsync.rank1.num_hidden', 'gradsync.rank1.weight', 'gradsync.rank1.residual.weight']
+    >>> [key.removeprefix("gradsync.rank1.") for key in state if "rank" in key]
+    ['num_hidden', 'num_residuals', 'weight', 'residual.weight']
     """
     state = flatten_shared(saved.shared, saved.factors)
     for rank, part in saved.parts.items():
@@ -126,6 +126,7 @@ def flatten_part(rank: int, part: Part) -> State:
     """What this rank alone has."""
     state = {
         "num_hidden": torch.tensor(part.num_hidden),
+        "num_residuals": torch.tensor(len(part.residuals)),
         "weight": torch.tensor(math.nan if part.weight is None else part.weight, dtype=torch.float64),
     }
     state |= {f"residual.{name}": residual for name, residual in part.residuals.items()}
@@ -187,6 +188,12 @@ def _read_part(kinds: dict[str, State], shapes: Shapes) -> Part:
                 f"this state is of another model: it has a residual of shape {tuple(residual.shape)} for parameter "
                 f"{name}, which has shape {shapes.get(name)} here"
             )
+    whole = int(kinds["num_residuals"][""]) if "num_residuals" in kinds else -1
+    if len(residuals) != whole:
+        raise ValueError(
+            f"this state is not whole: a rank saved {max(whole, 0)} residuals, and {len(residuals)} are here; load it "
+            "as it was saved"
+        )
     for name, indices in kinds.get("indices", {}).items():
         values = kinds["values"][name]
         hidden[name] = torch.sparse_coo_tensor(indices, values, tuple(shapes[name]), check_invariants=False)

@@ -25,7 +25,7 @@ from gradsync.engine.apart import average_apart
 from gradsync.engine.bucket import Bucket, Entry
 from gradsync.engine.first_gradients import NO_DIGEST, digest_of, warn_if_same_data
 from gradsync.engine.replicas import Buffers
-from gradsync.engine.verdict import Verdict, nonfinite, step_verdict
+from gradsync.engine.verdict import Verdict, nonfinite, overflown, step_verdict
 from gradsync.engine.weighting import Weighting
 from gradsync.errors import BackwardAborted, Disagreement, NonFinite
 from gradsync.exchange.exact import Exact
@@ -200,6 +200,9 @@ class Reducer:
         self._wait_buckets(headers)
         self._close_record()
         verdict = step_verdict(self.lane, self._guard, headers, self._names)
+        overflow = self._overflow() if verdict is Verdict.COUNTS else None
+        if overflow is not None:
+            verdict = overflown(self.lane, self._guard, overflow)
         self.dropped = verdict is not Verdict.COUNTS
         if self.dropped:
             self._drop()
@@ -216,7 +219,8 @@ class Reducer:
         step, self.lane.step = self.lane.place(), self.lane.step + 1
         self.lane.at(Phase.COMPUTING)
         if verdict is Verdict.RAISES:
-            raise NonFinite(f"{step} {nonfinite(headers, self._names, self.lane)}; no rank has applied this step")
+            found = overflow or nonfinite(headers, self._names, self.lane)
+            raise NonFinite(f"{step} {found}; no rank has applied this step")
 
     def _launch_buckets(self) -> None:
         for bucket in self.agenda.buckets[self._next :]:
@@ -300,6 +304,17 @@ class Reducer:
         spans = [(t.launched_at, t.finished_at) for t in self._tickets if t.finished_at]
         nbytes = sum(ticket.nbytes for ticket in self._tickets)
         self.recorder.finish_step(self.lane.step, spans, nbytes, len(self._tickets), self._held_up_by)
+
+    def _overflow(self) -> str | None:
+        """Where compression made a NaN or Inf of finite gradients: averages are alike, so all ranks find the same."""
+        if self._guard.nonfinite == "allow":
+            return None
+        for bucket in self.agenda.buckets:
+            if bucket.choice.codec is not None and not bool(bucket.flat.sum().isfinite()):
+                for entry in bucket.entries:
+                    if not bool(entry.view.isfinite().all()):
+                        return f"{bucket.choice.label} made NaN or Inf of the average gradient of {entry.name}"
+        return None
 
     def _find_nonfinite(self, gradients: Iterable[tuple[Entry, torch.Tensor]]) -> None:
         for entry, grad in gradients:

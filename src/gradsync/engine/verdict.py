@@ -32,9 +32,14 @@ def step_verdict(lane: Lane, guard: Guard, headers: Headers, names: list[str]) -
     found = nonfinite(headers, names, lane)
     if found is None or guard.nonfinite == "allow":
         return Verdict.COUNTS
+    return overflown(lane, guard, found)
+
+
+def overflown(lane: Lane, guard: Guard, found: str) -> Verdict:
+    """What a NaN or Inf comes to, where the guard allows none; `found` says where it is."""
     if guard.nonfinite == "raise":
         return Verdict.RAISES
-    warnings.warn(f"{lane.place()} {found}: the step is skipped on every rank", stacklevel=2)
+    warnings.warn(f"{lane.place()} {found}: the step is skipped on every rank", stacklevel=3)
     return Verdict.DROPPED
 
 

@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 
 from gradsync.compress.choice import Param
+from gradsync.exchange.desk import Desk
 from gradsync.exchange.exact import Exact
+from gradsync.exchange.keeping import Kept
 from gradsync.exchange.parcel import Item, Parcel
-from gradsync.exchange.shipping import Shipping, travelling_devices
+from gradsync.exchange.shipping import Shipping, open_desk, travelling_devices
 from gradsync.plan import Plan
 from gradsync.transport.lane import Lane
 
@@ -18,11 +20,21 @@ from gradsync.transport.lane import Lane
 class Compressed:
     """Sums of tensors on one device by one plan. Nothing is kept: one tensor need not follow from the one before."""
 
-    def __init__(self, lane: Lane, parent: dist.ProcessGroup, plan: Plan, device: torch.device, timeout: float) -> None:
-        """Every rank of the group makes it at once."""
+    def __init__(
+        self,
+        lane: Lane,
+        parent: dist.ProcessGroup,
+        plan: Plan,
+        device: torch.device,
+        timeout: float,
+        desks: dict[torch.device, Desk],
+    ) -> None:
+        """Every rank of the group makes it at once. All plans for a device share one of the `desks`."""
         self._lane = lane
         exact = Exact(lane, parent, plan.algorithm, travelling_devices(parent, [device], plan), timeout)
-        self._shipping = Shipping(lane, parent, exact, plan, device, timeout)
+        if device not in desks:
+            desks[device] = open_desk(lane, device)
+        self._shipping = Shipping(lane, parent, exact, plan, device, timeout, desk=desks[device])
         self._parcel: Parcel | None = None
         self._start: dict[str, torch.Tensor] = {}  # the factors from which each call begins
 
@@ -49,7 +61,7 @@ class Compressed:
             item = Item("the tensor", 0, tuple(tensor.shape), torch.empty(tensor.shape, device="meta").stride())
             choice = self._shipping.choose(Param(item.name, item.shape, tensor.dtype))
             last = Parcel(0, flat, [item], replace(choice, feedback=False, exact_steps=0))
-            self._shipping.prepare([], compress=False)  # forgets what it had for another form
-            self._shipping.prepare([last], compress=True)
+            self._shipping.replace(Kept({}, {}))  # forgets what it had for another form
+            self._shipping.add([last])
             self._parcel, self._start = last, dict(last.factors)
         return last

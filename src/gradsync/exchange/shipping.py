@@ -25,7 +25,7 @@ from gradsync.exchange.house import House
 from gradsync.exchange.journeys.across import Across
 from gradsync.exchange.journeys.audit import audited
 from gradsync.exchange.journeys.casting import Casting
-from gradsync.exchange.journeys.coding import Gathering, TwoPhases, pays
+from gradsync.exchange.journeys.coding import Gathering, TwoPhases, two_phases_pay
 from gradsync.exchange.journeys.low_rank import LowRank
 from gradsync.exchange.journeys.plain import Plain
 from gradsync.exchange.journeys.route import Route
@@ -52,8 +52,12 @@ class Shipping:
         device: torch.device,
         timeout: float,
         even_alone: bool = False,
+        desk: Desk | None = None,
     ) -> None:
-        """Every rank of the group makes it at once. `even_alone`: one rank alone compresses too (to measure it)."""
+        """Every rank of the group makes it at once.
+
+        `even_alone`: one rank alone compresses too (to measure it). `desk`: one that others use too, in turn.
+        """
         self.tally = Tally()
         self.parcels: list[Parcel] = []
         self._waiting = Kept({}, {})  # what has no place now: of frozen parameters, or on one rank alone
@@ -66,7 +70,7 @@ class Shipping:
         if self._compress is None:
             return
         on_host = lane.groups.data[device.type].on_host
-        self._desk = Desk(lane.hire() if on_host else None, device)
+        self._desk = open_desk(lane, device) if desk is None else desk
         self._on_host = on_host
         if len(lane.hosts) > 1:
             self._house = House(lane, parent, device, on_host, timeout)
@@ -192,15 +196,20 @@ def route_of(codec: Codec, parcel: Parcel, circle: Circle, wire: torch.device, a
         case PowerSGD():
             return LowRank(parcel, codec, circle, wire, account)
         case BlockCodec():
-            way = TwoPhases if _num_rounds(codec, circle) == TwoPhases.num_rounds else Gathering
+            way = TwoPhases if two_phases_pay(circle) else Gathering
             return way(parcel, codec, circle, wire, account)
     raise AssertionError(f"no way is known for {codec!r}")
 
 
 def _num_rounds(codec: Codec, circle: Circle) -> int:
-    if isinstance(codec, BlockCodec):
-        return TwoPhases.num_rounds if pays(circle) else Gathering.num_rounds
-    return LowRank.num_rounds if isinstance(codec, PowerSGD) else Casting.num_rounds
+    """How often its journey yields, on every rank: who does not speak for its host keeps count."""
+    two = isinstance(codec, PowerSGD) or (isinstance(codec, BlockCodec) and two_phases_pay(circle))
+    return 2 if two else 1
+
+
+def open_desk(lane: Lane, device: torch.device) -> Desk:
+    """On gloo with a thread of its own."""
+    return Desk(lane.hire() if lane.groups.data[device.type].on_host else None, device)
 
 
 def main_device(devices: Iterable[torch.device]) -> torch.device:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from gradsync.allreduce.choice import Algorithm
 from gradsync.allreduce.shared_memory import SharedMemory
-from gradsync.compress.choice import Compressor
+from gradsync.compress.choice import Compressor, Param
 from gradsync.errors import Disagreement, GradSyncError, NotEnoughMemory
 from gradsync.exchange.exact import Exact
 from gradsync.exchange.standing import CARD_NBYTES, Standing, standing
@@ -223,7 +223,10 @@ def _checked_card(
         raise ValueError(f"{dtype} cannot be added up; pass a tensor of another dtype, tensor.float() say")
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(f'the mean of {dtype} is not an integer; use op="sum" or a floating tensor')
-    how = "".join(f" {recipe}" for recipe in (algorithm, compress) if recipe is not None)
+    how = "" if algorithm is None else f" {algorithm}"
+    if compress is not None:
+        label = compress.choose(Param("", tuple(shape), dtype)).label
+        how += f" {label}~{hashlib.sha256(repr(compress).encode()).hexdigest()[:6]}"
     where = "" if device_type == "cpu" else f" on {device_type}"
     return _card(dtype, shape, f"{op}{how}{where}")
 

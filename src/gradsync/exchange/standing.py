@@ -16,6 +16,7 @@ from gradsync.allreduce.choice import Algorithm
 from gradsync.compress.choice import Compressor
 from gradsync.errors import GradSyncError
 from gradsync.exchange.compressed import Compressed
+from gradsync.exchange.desk import Desk
 from gradsync.exchange.exact import Exact
 from gradsync.plan import Plan
 from gradsync.policy import Guard
@@ -23,6 +24,7 @@ from gradsync.transport.groups import group_timeout
 from gradsync.transport.lane import NET_S, Lane, open_lane
 
 CARD_NBYTES = 64
+_MAX_COMPRESSED = 16  # recipes whose buffers are kept for the next call
 
 
 class Standing:
@@ -34,12 +36,13 @@ class Standing:
         self.lane.open_team(CARD_NBYTES)
         self.turn = threading.Lock()  # calls of several threads go one after the other
         self._gave_up: str | None = None
-        self._exacts: dict[tuple[str, Algorithm | None], Exact] = {}
-        self._compressed: dict[tuple[str, Algorithm | None, Compressor], Compressed] = {}
+        self._exacts: dict[tuple[torch.device, Algorithm | None], Exact] = {}
+        self._compressed: dict[tuple[torch.device, Algorithm | None, Compressor], Compressed] = {}
+        self._desks: dict[torch.device, Desk] = {}
 
     def exact(self, parent: dist.ProcessGroup, device: torch.device, algorithm: Algorithm | None) -> Exact:
         """How tensors on this device are summed; every rank asks for the same, at once."""
-        key = (device.type, algorithm)
+        key = (device, algorithm)
         if key not in self._exacts:
             self._exacts[key] = Exact(self.lane, parent, algorithm, [device], self._timeout + NET_S)
         return self._exacts[key]
@@ -48,10 +51,12 @@ class Standing:
         self, parent: dist.ProcessGroup, device: torch.device, algorithm: Algorithm | None, compressor: Compressor
     ) -> Compressed:
         """How they are summed compressed; likewise."""
-        key = (device.type, algorithm, compressor)
+        key = (device, algorithm, compressor)
         if key not in self._compressed:
-            plan = Plan(algorithm, compressor)
-            self._compressed[key] = Compressed(self.lane, parent, plan, device, self._timeout + NET_S)
+            if len(self._compressed) == _MAX_COMPRESSED:
+                del self._compressed[next(iter(self._compressed))]  # on every rank: all are asked for the same
+            plan, timeout = Plan(algorithm, compressor), self._timeout + NET_S
+            self._compressed[key] = Compressed(self.lane, parent, plan, device, timeout, self._desks)
         return self._compressed[key]
 
     def check(self, what: str) -> None:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradsync.engine.inventory import Inventory, take_inventory
 from gradsync.engine.opening import Papers, open_shipping
 from gradsync.integrations.ddp_state import DDPState
-from gradsync.plan import EveryStep, Plan
+from gradsync.plan import EveryStep, Plan, not_a_plan
 from gradsync.policy import Guard
 
 Hook = Callable[[DDPState, GradBucket], torch.futures.Future[torch.Tensor]]
@@ -41,7 +41,7 @@ def open_hook(plan: Plan, ddp: DistributedDataParallel, guard: Guard | None, alw
     """As `ddp_hook`; `always` compresses even where one rank is alone (to measure it)."""
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(
-            f"ddp_hook takes a DistributedDataParallel, got {type(ddp).__name__}; "
+            f"ddp_hook(plan, ddp) takes a DistributedDataParallel, got {type(ddp).__name__}; "
             "wrap the model first, or use gs.attach(model, optimizer, plan), which needs no wrapper"
         )
     parent, refusal = ddp.process_group, None
@@ -68,7 +68,7 @@ def average_bucket(state: DDPState, bucket: GradBucket) -> torch.futures.Future[
 
 def _check_plan(plan: Plan) -> None:
     if not isinstance(plan, Plan):
-        raise TypeError(f"plan must be a gs.Plan, got {plan!r}")
+        raise TypeError(not_a_plan(plan))
     if not isinstance(plan.pace, EveryStep):
         raise ValueError(
             f"pace={plan.pace!r} is not for a DDP hook, which sees only the backwards that synchronize; "

@@ -19,7 +19,6 @@ class Across:
         """`inner` is None where another rank speaks for this host."""
         self._parcel, self._house, self._inner = parcel, house, inner
         self._num_inner_rounds = num_inner_rounds
-        self.num_rounds = 2 + num_inner_rounds
         self.way = "across_hosts"
         self.sent_nbytes = 0.0 if inner is None else inner.sent_nbytes
 

@@ -16,8 +16,6 @@ from gradsync.trace.tally import Account
 class Casting:
     """fp16 and bf16, with error feedback if asked for."""
 
-    num_rounds = 1
-
     def __init__(self, parcel: Parcel, codec: Cast, circle: Circle, wire: torch.device, account: Account) -> None:
         """Every rank of the group makes it at once."""
         form = Form(parcel.flat.numel(), codec.dtype, wire)

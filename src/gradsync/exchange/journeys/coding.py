@@ -24,7 +24,7 @@ from gradsync.kernels.blocks import Mode, decode, encode
 from gradsync.trace.tally import Account
 
 
-def pays(circle: Circle) -> bool:
+def two_phases_pay(circle: Circle) -> bool:
     """Whether two phases send fewer bytes than a gather: 2 · (n − 1) / n < n − 1."""
     return circle.size > 2 and not circle.in_memory
 
@@ -33,7 +33,6 @@ class Gathering:
     """Everybody's payload to everybody."""
 
     way = "gather"
-    num_rounds = 1
 
     def __init__(self, parcel: Parcel, codec: BlockCodec, circle: Circle, wire: torch.device, account: Account) -> None:
         """Every rank of the group makes it at once."""
@@ -61,7 +60,6 @@ class TwoPhases:
     """Everybody's payload to who answers for it, and sums back."""
 
     way = "two_phase"
-    num_rounds = 2
 
     def __init__(self, parcel: Parcel, codec: BlockCodec, circle: Circle, wire: torch.device, account: Account) -> None:
         """Every rank of the group makes it at once."""

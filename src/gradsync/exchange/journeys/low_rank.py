@@ -31,8 +31,6 @@ class Batch(NamedTuple):
 class LowRank:
     """Matrices as products of thin ones."""
 
-    num_rounds = 2
-
     def __init__(self, parcel: Parcel, codec: PowerSGD, circle: Circle, wire: torch.device, account: Account) -> None:
         """Every rank of the group makes it at once."""
         self._parcel, self._codec, self._circle, self._account = parcel, codec, circle, account

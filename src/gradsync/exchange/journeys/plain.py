@@ -11,8 +11,6 @@ from gradsync.exchange.parcel import Parcel
 class Plain:
     """Nothing is done to it."""
 
-    num_rounds = 1
-
     def __init__(self, parcel: Parcel, circle: Circle) -> None:
         form = Form(parcel.flat.numel(), parcel.flat.dtype, parcel.flat.device)
         self.way = circle.sum_way(form)

@@ -11,7 +11,6 @@ class Route(Protocol):
     """A bucket's way, whatever is done to it."""
 
     way: str  # for people: "gather", "two_phase", or the algorithm that adds payloads up
-    num_rounds: int  # the same on every rank
     sent_nbytes: float  # what this rank sends over a network in a step
 
     def go(self, step: int) -> Journey:

@@ -16,8 +16,6 @@ from gradsync.trace.tally import Account
 class Sampling:
     """Random-k."""
 
-    num_rounds = 1
-
     def __init__(self, parcel: Parcel, codec: RandomK, circle: Circle, wire: torch.device, account: Account) -> None:
         """Every rank of the group makes it at once."""
         self._strata = codec.strata([item.span for item in parcel.items], parcel.flat.device)
@@ -53,5 +51,5 @@ class Sampling:
         drawn = values[places].float() if self._weight is None else values[places] * self._weight
         payload.copy_(drawn.masked_fill(spoiled, torch.nan))
         if residual is not None:
-            residual.index_fill_(0, places, 0)  # not `[places] = 0`, which copies the 0 from the host and waits
+            residual.index_copy_(0, places, drawn - payload.float())  # what a half type rounded away
             residual.masked_fill_(spoiled, 0)
