@@ -10,7 +10,8 @@ ranks' parts it brings; all then deal the parts out alike, and only what is not 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from gradsync.engine.checkpoint import Saved, Shapes, State, flatten_part, flatten_shared, read, read_parts
 from gradsync.errors import Disagreement, listed
+from gradsync.guard.agreement import share
 from gradsync.transport.lane import Lane
 
 _WHAT, _TAG = "the state of another rank", 0
@@ -58,6 +60,45 @@ class Hand(NamedTuple):
     lost: list[int]  # old ranks whose part nobody brings
     whole: bool  # every rank has exactly what it had: an open window can go on
     any_kept: bool  # whether there are residuals at all
+
+
+def receive(
+    lane: Lane,
+    state: Mapping[str, torch.Tensor],
+    shapes: Shapes,
+    keeps: int,
+    failing: Callable[[], AbstractContextManager[None]],
+) -> tuple[Saved, Hand]:
+    """What this rank continues from, of all that the ranks bring; every rank calls this at once.
+
+    `keeps` is how many residuals this rank keeps in this run; `failing` stands around what no rank can go on from.
+    """
+    saved, refusal = None, None
+    try:
+        saved = read(state, shapes)
+    except (TypeError, ValueError) as error:
+        refusal = error
+    with failing():
+        claims = [Claim(**words) for words in share(lane, Claim.of(saved, refusal, keeps)._asdict())]
+    check_claims(claims, lane, refusal)
+    hand = deal(claims)
+    with failing():
+        return take(lane, saved, hand, claims, shapes), hand
+
+
+def changes(taken: Saved, hand: Hand, recipe: str) -> Iterator[str]:
+    """What is not as it was when the state was saved, for people; `recipe` is the one of this run."""
+    shared = taken.shared
+    if hand.lost:
+        yield (
+            f"nobody brings the state of {listed(hand.lost)} of {shared.world_size}: its residual is zero, and "
+            "what it had not sent yet is lost. Load every rank's state to keep it"
+        )
+    if shared.recipe != recipe and hand.any_kept:
+        yield (
+            f"this state was saved with {shared.recipe}, and this plan says {recipe}; what was not sent yet "
+            "is taken over, PowerSGD's Q only where it fits"
+        )
 
 
 def check_claims(claims: Sequence[Claim], lane: Lane, refusal: Exception | None) -> None:

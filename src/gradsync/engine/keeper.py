@@ -19,13 +19,10 @@ from gradsync.engine.checkpoint import (
     flatten,
     flatten_part,
     flatten_shared,
-    read,
 )
-from gradsync.engine.handover import Claim, Hand, check_claims, deal, gather, take
+from gradsync.engine.handover import changes, gather, receive
 from gradsync.engine.steps import Steps
-from gradsync.errors import listed
 from gradsync.exchange.keeping import Kept
-from gradsync.guard.agreement import share
 from gradsync.guard.calls import Call
 from gradsync.pace.window import Held
 from gradsync.plan import Plan
@@ -75,23 +72,14 @@ class Keeper:
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Continue from it. Nothing has changed here before all ranks have found that they can."""
-        saved, refusal = None, None
-        try:
-            saved = read(state, self._shapes)
-        except (TypeError, ValueError) as error:
-            refusal = error
         self._steps.meet(Call.LOAD)
-        claim = Claim.of(saved, refusal, keeps=len(self._reducer.shipping.kept().residuals))
+        keeps = len(self._reducer.shipping.kept().residuals)
+        taken, hand = receive(self._lane, state, self._shapes, keeps, self._steps.failing)
         with self._steps.failing():
-            claims = [Claim(**words) for words in share(self._lane, claim._asdict())]
-        check_claims(claims, self._lane, refusal)
-        hand = deal(claims)
-        with self._steps.failing():
-            taken = take(self._lane, saved, hand, claims, self._shapes)
             goes_on = hand.whole and self._window.has_room_for(taken.shared.backwards)
             self._continue(taken, goes_on)
         if self._lane.groups.rank == 0:  # all ranks see the same
-            for change in self._changes(taken, hand, goes_on):
+            for change in (*changes(taken, hand, self._recipe), *self._changes(taken.shared, goes_on)):
                 warnings.warn(f"{self._lane.place()} {change}", stacklevel=3)
 
     def _continue(self, taken: Saved, goes_on: bool) -> None:
@@ -103,25 +91,14 @@ class Keeper:
         self._window.load_state_dict(Held(shared.backwards, parts[0].hidden) if goes_on else Held(0, {}))
         self._lane.step = shared.step
 
-    def _changes(self, taken: Saved, hand: Hand, goes_on: bool) -> Iterator[str]:
-        """What is not as it was."""
-        shared = taken.shared
-        if hand.lost:
-            yield (
-                f"nobody brings the state of {listed(hand.lost)} of {shared.world_size}: its residual is zero, and "
-                "what it had not sent yet is lost. Load every rank's state to keep it"
-            )
+    def _changes(self, shared: Shared, goes_on: bool) -> Iterator[str]:
+        """What else is not as it was."""
         if shared.backwards and not goes_on:
             yield (
                 f"this state was saved inside a window of accumulate(k), {shared.backwards} backward calls after its "
                 "beginning, and their gradients are lost: the window begins anew. To go on in it takes the same pace, "
                 "as many ranks, every rank's state, and a saver that keeps hidden gradients "
                 "(torch.distributed.checkpoint does not: with it, save while sync.mid_window is False)"
-            )
-        if shared.recipe != self._recipe and hand.any_kept:
-            yield (
-                f"this state was saved with {shared.recipe}, and this plan says {self._recipe}; what was not sent yet "
-                "is taken over, PowerSGD's Q only where it fits"
             )
         waiting = self._reducer.shipping.waiting
         if waiting and shared.arrangement.learned:

@@ -30,13 +30,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsync.compress import recipes
 from gradsync.engine.bucket import Entry
-from gradsync.engine.checkpoint import Arrangement, Part, Saved, Shared, State, add_up, fitting, flatten, read
-from gradsync.engine.handover import Claim, check_claims, deal, take
+from gradsync.engine.checkpoint import Arrangement, Part, Saved, Shared, State, add_up, fitting, flatten
+from gradsync.engine.handover import changes, receive
 from gradsync.engine.hooks import in_backward, queue_callback
 from gradsync.engine.opening import Opened
-from gradsync.errors import Disagreement, GradSyncError, PeerFault, listed
+from gradsync.errors import Disagreement, GradSyncError, PeerFault
 from gradsync.exchange.keeping import Kept
-from gradsync.guard.agreement import share
 from gradsync.integrations.accord import compare
 from gradsync.integrations.load import Load
 from gradsync.integrations.loads import Loads
@@ -47,6 +46,10 @@ from gradsync.transport.team import Cards
 from gradsync.transport.tickets import Ticket
 
 _CLOSED = "this DDP hook was closed; wrap the model again and register a new one"
+_WINDOW = (
+    "this state was saved inside a window of accumulate(k), whose gradients are lost: under DDP there is none. Save "
+    "while sync.mid_window is False"
+)
 
 
 class Trip(NamedTuple):
@@ -73,6 +76,8 @@ class DDPState:
         self._recorder = Recorder()
         self._scale = 1.0 / self._lane.groups.size
         self._over: str | None = None  # why nothing more is sent
+        recipe = {"combine": plan.combine, "compress": recipes.canonical(plan.compress)}
+        self._recipe = fitting(json.dumps(recipe))
 
     # A step, bucket by bucket
 
@@ -153,37 +158,27 @@ class DDPState:
         Each rank saves its own. It has the form of `GradSync.state_dict()`, and either takes the other's.
         """
         kept, size = self._shipping.kept(), self._lane.groups.size
-        recipe = fitting(json.dumps({"combine": self.plan.combine, "compress": recipes.canonical(self.plan.compress)}))
         # DDP learns its own order anew in every run.
         arrangement = Arrangement(list(reversed(self._shapes)), [], learned=False)
-        shared = Shared(self._lane.step, size, 1.0, 0, recipe, arrangement)
+        shared = Shared(self._lane.step, size, 1.0, 0, self._recipe, arrangement)
         return flatten(Saved(shared, kept.factors, {self._lane.groups.rank: Part(kept.residuals, {}, 0)}))
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Continue from `state_dict()`; every rank calls it, between two steps, with what it has: its own, or all."""
         self._refuse_if_over()
-        saved, refusal = None, None
-        try:
-            saved = read(state, self._shapes)
-        except (TypeError, ValueError) as error:
-            refusal = error
         with self._failing():
             compare(self._lane, "load_state_dict()")
-            claim = Claim.of(saved, refusal, keeps=len(self._shipping.kept().residuals))
-            claims = [Claim(**words) for words in share(self._lane, claim._asdict())]
-        check_claims(claims, self._lane, refusal)
-        hand = deal(claims)
+        keeps = len(self._shipping.kept().residuals)
+        taken, hand = receive(self._lane, state, self._shapes, keeps, self._failing)
         with self._failing():
-            taken = take(self._lane, saved, hand, claims, self._shapes)
-        self._loads.forget()
-        self._shipping.replace(Kept(add_up(taken.parts.values()), taken.factors))
-        self._lane.step = taken.shared.step
-        if hand.lost and self._lane.groups.rank == 0:
-            warnings.warn(
-                f"{self._lane.place()} nobody brings the state of {listed(hand.lost)} of {taken.shared.world_size}: "
-                "what it had not sent yet is lost",
-                stacklevel=2,
-            )
+            self._loads.forget()
+            self._shipping.replace(Kept(add_up(taken.parts.values()), taken.factors))
+            self._lane.step = taken.shared.step
+        if self._lane.groups.rank == 0:  # all ranks see the same
+            for change in changes(taken, hand, self._recipe):
+                warnings.warn(f"{self._lane.place()} {change}", stacklevel=2)
+            if taken.shared.backwards:
+                warnings.warn(f"{self._lane.place()} {_WINDOW}", stacklevel=2)
 
     def close(self) -> None:
         """Leave: groups and threads end. Every rank calls it; a backward through this hook is then an error."""
