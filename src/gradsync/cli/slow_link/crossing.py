@@ -91,11 +91,13 @@ def train(shape: Shape, steps: int, shaper: Shaper, folder: str) -> dict[str, Le
 
 def _move(shaper: Shaper, folder: str) -> None:
     """From the group on loopback to one over the link."""
-    rank, pids = dist.get_rank(), [0, 0]
+    rank, pids = dist.get_rank(), torch.zeros(dist.get_world_size(), dtype=torch.int64)
     namespaces.unshare(namespaces.NEWNET)  # for this thread, and for those that it starts from now on
-    dist.all_gather_object(pids, os.getpid())
+    pids[rank] = os.getpid()
+    dist.all_reduce(pids)  # numbers, not objects: nothing is ever unpickled from the network
     if rank == 0:
-        connect(pids[0], pids[1], shaper)
+        first, second = pids.tolist()
+        connect(first, second, shaper)
     dist.barrier()
     dist.destroy_process_group()
     os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
