@@ -46,7 +46,8 @@ COMPRESSORS: dict[str, Compressor] = {
 
 # In a step they cost what the compressors inside cost.
 WARMED_UP: dict[str, Compressor] = {
-    f"{name}, warm-up": gs.warmup(COMPRESSORS[name], 100) for name in ("sign", "topk 1 %", "powersgd 4", "powersgd 16")
+    f"{name}, warm-up": gs.warmup(COMPRESSORS[name], 100)
+    for name in ("sign", "topk 1 %", "topk 10 %", "powersgd 4", "powersgd 16")
 }
 
 

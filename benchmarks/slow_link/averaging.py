@@ -31,7 +31,6 @@ class Averaging:
     """Gradients of `num_ranks` ranks in, their mean out. Holds what compressors keep between steps."""
 
     def __init__(self, parameters: dict[str, torch.Tensor], compress: Compressor | None, num_ranks: int) -> None:
-        self._names = list(parameters)
         by_choice: dict[Choice, list[str]] = {}
         for name, parameter in parameters.items():
             choice = EXACT if compress is None else compress.choose(Param(name, tuple(parameter.shape)))
@@ -41,19 +40,17 @@ class Averaging:
         ]
         self._step = 0
 
-    def bring(self, rank: int, gradients: Tensors) -> None:
-        """A rank's gradients, in the order of the parameters."""
-        named = dict(zip(self._names, gradients, strict=True))
-        for convoy in self._convoys:
-            convoy.load(rank, named)
+    def mean(self, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What every rank would have now, by name, from what each brings: a row of `gradients`.
 
-    def mean(self) -> list[torch.Tensor]:
-        """What every rank would have now, in the order of the parameters; overwritten in the next step."""
+        Overwritten in the next step.
+        """
         found: dict[str, torch.Tensor] = {}
         for convoy in self._convoys:
+            convoy.load(gradients)
             found |= average(convoy, self._step)
         self._step += 1
-        return [found[name] for name in self._names]
+        return found
 
 
 class Convoy:
@@ -67,7 +64,8 @@ class Convoy:
             self.items.append(Item(name, end, tuple(parameter.shape), parameter.stride()))
             end += -(-parameter.numel() // _ALIGN) * _ALIGN
         device = next(iter(parameters.values())).device
-        self.parcels = [Parcel(0, torch.zeros(end, device=device), self.items, choice) for _ in range(num_ranks)]
+        self._flats = torch.zeros(num_ranks, end, device=device)
+        self.parcels = [Parcel(0, flat, self.items, choice) for flat in self._flats]
         self.table = Table(num_ranks)
         self.routes: list[Route] = []
         self.account = Account()
@@ -76,11 +74,11 @@ class Convoy:
                 parcel.residual = torch.zeros_like(parcel.flat) if choice.feedback else None
                 self.routes.append(route_of(choice.codec, parcel, Seat(self.table, rank), device, self.account))
 
-    def load(self, rank: int, gradients: dict[str, torch.Tensor]) -> None:
+    def load(self, gradients: dict[str, torch.Tensor]) -> None:
         """Divided by the number of ranks, as the engine does: what is averaged is a sum."""
-        parcel = self.parcels[rank]
         for item in self.items:
-            torch.div(gradients[item.name], len(self.parcels), out=item.of(parcel.flat))
+            mine = gradients[item.name].flatten(1)
+            torch.div(mine, len(mine), out=self._flats[:, item.start : item.start + mine.shape[1]])
 
 
 def average(convoy: Convoy, step: int) -> dict[str, torch.Tensor]:

@@ -1,12 +1,13 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
 """The largest elements of each block, on a GPU: found, packed and taken out of the residual in one pass.
 
-    size       |bf16(v)| as 15 bits, in registers; a program has one block
-    threshold  the largest number that `kept` sizes reach: down from the block's largest in strides that double,
-               then by halves; a step counts the block once
-    end        where more than `kept` reach it, equal ones count only in front of this index: again by halves
-    words      a bit for each element that is kept; a thread has a word or two
-    code       threads take a bit at a time off their words, lowest first, and fetch its value once more: it is near
+    residual   all of v at first, as if nothing were sent: from here on v is in no register
+    size       |bf16(v)| as 15 bits, two to a register; a program has one block
+    threshold  the largest number that `kept` sizes reach. The `kept`-th of the threads' own largest is a little less,
+               and found by counting one number per thread; from there up in strides that double, then by halves
+    words      a bit for each size that reaches it; where more than `kept` do, only the first of those equal to it
+    code       threads take a bit at a time off their words, lowest first, fetch its value, which is near, and keep
+               what of it is not sent
 
 Few elements are kept, so most threads have no bits, and no thread needs a place for each of its elements.
 """
@@ -18,6 +19,7 @@ import triton  # type: ignore[import-not-found,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 
 from gradsync.kernels.block_tiles_triton import (
+    ABSORB,
     BODY,
     ENCODING,
     FEEDBACK,
@@ -46,7 +48,8 @@ def encode(
 ) -> None:
     """See `blocks.encode`."""
     arguments = (flat, residual, table.rows, payload)
-    shape = {"BLOCK": block, "WIDTH": max(block, 32), "num_warps": _num_warps(block)}
+    lanes = min(block // 4, 32 * _num_warps(block))
+    shape = {"BLOCK": block, "WIDTH": max(block, 32), "LANES": lanes, "num_warps": _num_warps(block)}
     _encode_kernel[(len(table.rows),)](*arguments, MODE=int(mode), **shape, **ENCODING)
 
 
@@ -66,18 +69,29 @@ def _num_warps(block: int) -> int:
 
 
 @triton.jit
-def _encode_kernel(flat, residual, rows, payload, BLOCK: tl.constexpr, WIDTH: tl.constexpr, MODE: tl.constexpr):
+def _encode_kernel(
+    flat, residual, rows, payload, BLOCK: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, MODE: tl.constexpr
+):
     row = rows + tl.program_id(0) * NUM_COLUMNS
     start, length = tl.load(row + START), tl.load(row + LENGTH)
     if BLOCK == WIDTH and is_plain(start, length, BLOCK) == 1:
-        _encode_block(flat, residual, payload, row, start, length, WIDTH, MODE, True)
+        _encode_block(flat, residual, payload, row, start, length, WIDTH, LANES, MODE, True)
     else:
-        _encode_block(flat, residual, payload, row, start, length, WIDTH, MODE, False)
+        _encode_block(flat, residual, payload, row, start, length, WIDTH, LANES, MODE, False)
 
 
 @triton.jit
 def _encode_block(
-    flat, residual, payload, row, start, length, WIDTH: tl.constexpr, MODE: tl.constexpr, WHOLE: tl.constexpr
+    flat,
+    residual,
+    payload,
+    row,
+    start,
+    length,
+    WIDTH: tl.constexpr,
+    LANES: tl.constexpr,
+    MODE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     index = tl.arange(0, WIDTH)
     where, within = start + index, index < length
@@ -87,43 +101,72 @@ def _encode_block(
     if MODE == FEEDBACK:
         v += read(residual, where, within, WHOLE)
     lost = tl.max(v.to(tl.int32, bitcast=True) & MAGNITUDE, 0) >= LOST
-    v = tl.where(lost, 0.0, v)
+    if MODE == FEEDBACK:
+        keep(residual, where, v, within, lost, MODE, WHOLE)  # as if nothing were sent
     size = v.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
+    size = tl.where(lost, 0, size)
     if not WHOLE:
         size = tl.where(within, size, -1)
     kept = tl.load(row + KEPT)
-    threshold, end = _bounds(size, index, kept, WIDTH)
-    taken = size + (index < end).to(tl.int32) > threshold
-    _write_code(flat, residual, payload, row, start, _pack(taken), kept, lost, MODE)
-    if MODE:
-        tl.debug_barrier()  # what is overwritten now was read once more
-        bits = (size << 16) | (v.to(tl.int32, bitcast=True) & ~MAGNITUDE)
-        decoded = tl.where(taken, bits.to(tl.float32, bitcast=True) + 0.0, 0.0)  # + 0: there is no −0
-        keep(residual, where, v - decoded, within, lost, MODE, WHOLE)
+    words = _choose(_pair(size), _floor(size, kept, LANES), tl.max(size, 0) + 1, kept)
+    if MODE == ABSORB:
+        taken = tl.reshape((words[:, None] >> tl.arange(0, 32)[None, :]) & 1, (WIDTH,)) == 1
+        keep(residual, where, v, within & ~taken, lost, MODE, False)
+    if MODE == FEEDBACK:
+        tl.debug_barrier()  # what was kept is read by other threads
+    _write_code(flat, residual, payload, row, start, words, kept, lost, MODE)
 
 
 @triton.jit
-def _bounds(size, index, kept, WIDTH: tl.constexpr):
-    """The threshold, and the end for those equal to it. `low` is too small or right, `high` and `first` are not."""
-    high = tl.max(size, 0) + 1
-    low = tl.maximum(high - _STRIDE, 0)
-    stride, number = _STRIDE * 2, _count(size >= low)
-    while number < kept:
-        high = low
-        low = tl.maximum(high - stride, 0)
-        stride, number = stride * 2, _count(size >= low)
-    while (number != kept) & (high - low > 1):
-        middle = (low + high) // 2
-        reached = _count(size >= middle)
+def _floor(size, kept, LANES: tl.constexpr):
+    """A threshold that is too small or right: the one for the largest of each group, as each is another element."""
+    low = tl.zeros_like(kept)
+    if LANES >= 32:
+        # Groups as elements lie in registers: each is what one thread has.
+        largest = tl.max(tl.max(tl.reshape(size, (size.shape[0] // (4 * LANES), LANES, 4)), 2), 0)
+        if kept <= LANES:
+            high = tl.max(largest, 0) + 1
+            number, stride = tl.zeros_like(kept), _STRIDE + 0
+            while number < kept:
+                low = tl.maximum(high - stride, 0)
+                number = _count(largest >= low)
+                high, stride = tl.where(number < kept, low, high), stride * 2
+            while (number != kept) & (high - low > 1):
+                middle = (low + high) // 2
+                reached = _count(largest >= middle)
+                low, high = tl.where(reached < kept, low, middle), tl.where(reached < kept, middle, high)
+                number = tl.where(reached < kept, number, reached)
+    return low
+
+
+@triton.jit
+def _choose(pairs, low, high, kept):
+    """A bit for each element that is kept. `low` is too small or right, `high` is not."""
+    number, stride = _count_pairs(pairs, low), 2
+    while (number > kept) & (high - low > 1):
+        middle = tl.minimum(low + stride, (low + high) // 2)
+        reached = _count_pairs(pairs, middle)
         low, high = tl.where(reached < kept, low, middle), tl.where(reached < kept, middle, high)
         number = tl.where(reached < kept, number, reached)
-    first, end = tl.zeros_like(kept), tl.zeros_like(kept) + WIDTH
-    while number != kept:
-        middle = (first + end) // 2
-        reached = _count(size + (index < middle).to(tl.int32) > low)
-        first, end = tl.where(reached < kept, middle, first), tl.where(reached < kept, end, middle)
-        number = tl.where(reached < kept, number, reached)
-    return low, end
+        stride *= 2
+    words = _pack(pairs, low)
+    if number > kept:
+        words = _first(words, _pack(pairs, low + 1), kept)
+    return words
+
+
+@triton.jit
+def _first(words, above, kept):
+    """All of `above`, and of the others in `words` the first, as many as are missing."""
+    equal = words ^ above
+    number = _count_bits(equal)
+    missing = kept - tl.sum(_count_bits(above), 0) - (tl.cumsum(number, 0) - number)
+    words = above
+    while tl.max(((missing > 0) & (equal != 0)).to(tl.int32), 0) == 1:
+        words |= tl.where(missing > 0, equal & (0 - equal), 0)
+        equal &= equal - 1
+        missing -= 1
+    return words
 
 
 @triton.jit
@@ -132,9 +175,30 @@ def _count(bits):
 
 
 @triton.jit
-def _pack(bits):
-    """32 bits to a word."""
-    return tl.sum(tl.reshape(bits.to(tl.int32), (bits.shape[0] // 32, 32)) << tl.arange(0, 32)[None, :], 1)
+def _pair(size):
+    """Two sizes to a word, each under a bit that is set and that a larger number takes away when it is subtracted."""
+    first, second = tl.split(tl.reshape(size + 0x8000, (size.shape[0] // 2, 2)))
+    return first | (second << 16)
+
+
+@triton.jit
+def _reach(pairs, threshold):
+    """Bits 0 and 16 of each word: whether the sizes reach the threshold."""
+    return ((pairs - (threshold | (threshold << 16))) >> 15) & 0x00010001
+
+
+@triton.jit
+def _count_pairs(pairs, threshold):
+    number = tl.sum(_reach(pairs, threshold), 0)
+    return (number & 0xFFFF) + ((number >> 16) & 0xFFFF)
+
+
+@triton.jit
+def _pack(pairs, threshold):
+    """A bit for each size that reaches the threshold, 32 to a word."""
+    bits = _reach(pairs, threshold)
+    bits = (bits | (bits >> 15)) & 3
+    return tl.sum(tl.reshape(bits, (pairs.shape[0] // 16, 16)) << (2 * tl.arange(0, 16))[None, :], 1)
 
 
 @triton.jit
@@ -156,10 +220,13 @@ def _write_code(flat, residual, payload, row, start, words, kept, lost, MODE: tl
     while tl.max((words != 0).to(tl.int32), 0) == 1:
         bit = words & (0 - words)  # the lowest; as a float it is its own exponent
         index = first + (bit.to(tl.uint32, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
-        v = read(flat, start + index, words != 0, False)
-        if MODE == FEEDBACK:
-            v += read(residual, start + index, words != 0, False)
-        value = tl.where(lost, _NAN, v.to(tl.bfloat16).to(tl.int16, bitcast=True))
+        where = start + index
+        v = read(residual if MODE == FEEDBACK else flat, where, words != 0, False)
+        sent = v.to(tl.bfloat16)
+        if MODE:
+            left = v - (sent.to(tl.float32) + 0.0)  # + 0: there is no −0
+            keep(residual, where, left, words != 0, lost, MODE, False)
+        value = tl.where(lost, _NAN, sent.to(tl.int16, bitcast=True))
         tl.store(head + place, index.to(tl.int16), words != 0)
         tl.store(body + place, value.to(tl.int16), words != 0)
         place += 1

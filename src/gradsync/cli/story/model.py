@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -72,7 +73,7 @@ def build(shape: Shape) -> CharTransformer:
         return CharTransformer(shape)
 
 
-def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def loss_of(model: Callable[[torch.Tensor], torch.Tensor], batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """How surprised the model is by the next character, in nats."""
     scores = model(batch[0])
     return functional.cross_entropy(scores.flatten(0, 1), batch[1].flatten())
