@@ -34,6 +34,7 @@ COMPRESSORS: dict[str, Compressor] = {
     "topk 10 %": gs.topk(0.1),
     "powersgd 4": gs.powersgd(4),
     "powersgd 16": gs.powersgd(16),
+    "powersgd 32": gs.powersgd(32),
     "by parameter": gs.by_parameter(
         [
             gs.rule(dims=1, compress=None),

@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "sgd": partial(torch.optim.SGD, momentum=0.9, nesterov=True),
 }
-RATES = {"adamw": 1e-3, "sgd": 0.1}
+RATES = {"adamw": 1e-3, "sgd": 0.03}
 """Learning rates, the same for every arm."""
 
 
