@@ -45,9 +45,11 @@ COMPRESSORS: dict[str, Compressor] = {
     ),
 }
 
-# In a step they cost what the compressors inside cost.
+WARM_UP_STEPS = 100
+WARM_UP = ", warm-up"
+# After it they cost in a step what the compressors inside cost.
 WARMED_UP: dict[str, Compressor] = {
-    f"{name}, warm-up": gs.warmup(COMPRESSORS[name], 100)
+    f"{name}{WARM_UP}": gs.warmup(COMPRESSORS[name], WARM_UP_STEPS)
     for name in ("sign", "topk 1 %", "topk 10 %", "powersgd 4", "powersgd 16")
 }
 

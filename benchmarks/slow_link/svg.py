@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from slow_link.arms import ARMS
+from slow_link.arms import ARMS, WARM_UP
 
-# 24 arms: the families by hue, so that neighbours in the key differ.
+# 24 arms, without those that have a warm-up: the families by hue, so that neighbours in the key differ.
 _COLORS = (
     ("#777777", "#aaaaaa"),
     ("#c62828", "#ef9a9a"),
@@ -25,10 +25,10 @@ _COLORS = (
     ("#00695c", "#80cbc4"),
     ("#ef6c00", "#ffcc80"),
     ("#455a64", "#b0bec5"),
-    ("#9e9d24", "#e6ee9c"),
+    ("#d81b60", "#f06292"),
     ("#4e342e", "#d7ccc8"),
     ("#b71c1c", "#ffab91"),
-    ("#283593", "#7986cb"),
+    ("#111111", "#eeeeee"),
     ("#558b2f", "#aed581"),
     ("#6a1b9a", "#ba68c8"),
     ("#37474f", "#90a4ae"),
@@ -37,6 +37,7 @@ _STYLE = """
 .page { fill: #fff } text { font: 12px sans-serif; fill: #333 } .title { font-size: 14px; font-weight: bold }
 .grid { stroke: #e0e4ea } .floor { stroke: #777; stroke-width: 1.5; stroke-dasharray: 6 4 } .spread { stroke: #333 }
 .series { fill: none; stroke-width: 2 } .x { text-anchor: middle } .y { text-anchor: end }
+.warm { stroke-dasharray: 6 3 }
 """
 _DARK_STYLE = """
 .page { fill: #14171c } text { fill: #d5dae2 } .grid { stroke: #2c323b }
@@ -61,8 +62,13 @@ def page(width: int, height: int, title: str, left: int, parts: Iterable[str]) -
 
 
 def number(arm: str) -> int:
-    """Of its color: `s3` as a line, `f3` as an area. The same in every picture."""
-    return list(ARMS).index(arm) % len(_COLORS)
+    """Of its color: `s3` as a line, `f3` as an area. The same in every picture, and with a warm-up."""
+    return list(ARMS).index(arm.removesuffix(WARM_UP)) % len(_COLORS)
+
+
+def line(arm: str) -> str:
+    """The classes of its line; with a warm-up it is dashed."""
+    return f"series s{number(arm)}{' warm' if arm.endswith(WARM_UP) else ''}"
 
 
 def _colors(side: int) -> Iterator[str]:
