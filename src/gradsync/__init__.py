@@ -40,7 +40,8 @@ from gradsync.errors import (
 from gradsync.exchange.single import all_reduce, shared_empty
 from gradsync.integrations.ddp import ddp_hook
 from gradsync.launch import init
-from gradsync.plan import Plan, accumulate, every_step
+from gradsync.paces import accumulate, async_sgd, delayed, diloco, every_step, gossip, local_sgd, nesterov
+from gradsync.plan import Plan
 from gradsync.policy import Guard
 from gradsync.ranks import RankFailed, spawn
 
@@ -61,19 +62,25 @@ __all__ = [
     "accumulate",
     "across_hosts",
     "all_reduce",
+    "async_sgd",
     "attach",
     "bf16",
     "by_parameter",
     "ddp_hook",
+    "delayed",
+    "diloco",
     "error_feedback",
     "every_step",
     "fp16",
+    "gossip",
     "halving_doubling",
     "hierarchical",
     "init",
     "int4",
     "int8",
+    "local_sgd",
     "native",
+    "nesterov",
     "powersgd",
     "randomk",
     "ring",

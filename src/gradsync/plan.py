@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from gradsync import paces
 from gradsync.allreduce.choice import Algorithm
 from gradsync.allreduce.halving_doubling import HalvingDoubling
 from gradsync.allreduce.hierarchical import Hierarchical
@@ -19,51 +21,13 @@ from gradsync.allreduce.tree import Tree
 from gradsync.compress import recipes
 from gradsync.compress.arguments import check_compressor
 from gradsync.compress.choice import Compressor
+from gradsync.paces import KINDS, AsyncSGD, DiLoCo, Gossip, LocalSGD, Pace, every_step
 
 Overlap = Literal["none", "backward"]
 Combine = Literal["mean", "sum"]
 
 
-@dataclass(frozen=True)
-class EveryStep:
-    """See `every_step`."""
-
-
-@dataclass(frozen=True)
-class Accumulate:
-    """See `accumulate`."""
-
-    k: int
-    backwards: int = 1
-
-    def __post_init__(self) -> None:
-        for name, value in (("k", self.k), ("backwards", self.backwards)):
-            if not _is_int(value) or value < 1:
-                raise ValueError(f"accumulate: {name} must be a whole number of at least 1, got {value!r}")
-
-
-Pace = EveryStep | Accumulate
-
-
-def every_step() -> EveryStep:
-    """Synchronize in every backward: what DDP does."""
-    return EveryStep()
-
-
-def accumulate(k: int, backwards: int = 1) -> Accumulate:
-    """Synchronize in every k-th micro-batch; the loop around it stays as it is.
-
-    After the others `.grad` is None, so `step()` and `zero_grad()` do nothing; the k-th leaves the mean
-    over ranks and over the k micro-batches. `backwards` is the number of `backward()` calls that one
-    micro-batch makes (two losses: 2).
-
-    >>> accumulate(4)
-    Accumulate(k=4, backwards=1)
-    """
-    return Accumulate(k, backwards)
-
-
-# The names under which recipes stand in a TOML file: `[pace] kind = "accumulate"`.
+# The names under which algorithms stand in a TOML file: `[algorithm] kind = "ring"`.
 _ALGORITHMS: dict[str, type] = {
     "native": Native,
     "ring": Ring,
@@ -72,7 +36,6 @@ _ALGORITHMS: dict[str, type] = {
     "hierarchical": Hierarchical,
     "shared_memory": SharedMemory,
 }
-_PACES: dict[str, type] = {"every_step": EveryStep, "accumulate": Accumulate}
 
 
 @dataclass(frozen=True)
@@ -85,14 +48,15 @@ class Plan:
         compress: What travels: `fp16()`, `bf16()`, `int8()`, `int4()`, `sign()`, `topk(density)`, `randomk(density)`,
             `powersgd(rank)`, or one of these in `error_feedback(c)`, `warmup(c, steps)`, `by_parameter(rules)`,
             `across_hosts(c)`. None: gradients as they are.
-        pace: How often. `every_step()` or `accumulate(k)`.
+        pace: How often, and how fresh: `every_step()`, `accumulate(k)`, `local_sgd(k)`, `diloco(k)`, `delayed(k)`,
+            `async_sgd(max_staleness)` or `gossip()`.
         overlap: When. "backward": while backward still computes. "none": after it.
         bucket_bytes: How much travels in one message. None: an eighth of the model, 4 to 25 MiB.
         combine: "mean" or "sum" over the ranks.
         audit_every: Compare what compression delivers with the exact average once in so many synchronizations.
             None: never.
 
-    >>> Plan(pace=accumulate(4), bucket_bytes=1 << 20).pace
+    >>> Plan(pace=paces.accumulate(4), bucket_bytes=1 << 20).pace
     Accumulate(k=4, backwards=1)
     """
 
@@ -108,7 +72,8 @@ class Plan:
         check_algorithm(self.algorithm)
         check_compress(self.compress)
         if not isinstance(self.pace, Pace):
-            raise TypeError(f"pace must be gs.every_step() or gs.accumulate(k), got {self.pace!r}")
+            names = ", ".join(f"gs.{name}(...)" for name in KINDS)
+            raise TypeError(f"pace must be one of {names}, got {self.pace!r}")
         if self.overlap not in get_args(Overlap):
             wish = " (overlap with the next forward is not built yet)" if str(self.overlap) == "forward" else ""
             raise ValueError(f'overlap must be "none" or "backward", got {self.overlap!r}{wish}')
@@ -131,10 +96,26 @@ class Plan:
                     "leave it out, or say what compresses: compress=gs.int8()"
                 )
 
+        self._check_combination()
+
+    def _check_combination(self) -> None:
+        """Refuse what makes no sense together."""
+        name = next(name for name, kind in KINDS.items() if isinstance(self.pace, kind))
+        averages_parameters = isinstance(self.pace, LocalSGD | DiLoCo | Gossip)
+        if self.combine == "sum" and (averages_parameters or isinstance(self.pace, AsyncSGD)):
+            raise ValueError(f'combine="sum" adds gradients up, but {name} keeps parameters: use combine="mean"')
+        if isinstance(self.pace, AsyncSGD | Gossip):
+            for field_name in ("algorithm", "compress"):
+                if getattr(self, field_name) is not None:
+                    raise ValueError(
+                        f"{name} sends from rank to rank and has no all-reduce to choose or to compress, "
+                        f"got {field_name}={getattr(self, field_name)!r}; leave it out"
+                    )
+
     def canonical(self) -> dict[str, Any]:
         """Plain data that says the same: what ranks compare and what a file holds."""
         table: dict[str, Any] = {
-            "pace": _recipe(self.pace, _PACES),
+            "pace": paces.canonical(self.pace),
             "overlap": self.overlap,
             "combine": self.combine,
         }
@@ -164,9 +145,10 @@ class Plan:
         for key in table:
             if key not in known:
                 raise ValueError(f"{path}: unknown plan field {key!r}; a plan has {', '.join(sorted(known))}")
-        for key, kinds in (("pace", _PACES), ("algorithm", _ALGORITHMS)):
-            if key in table:
-                table[key] = _from_recipe(path, key, table[key], kinds)
+        if "algorithm" in table:
+            table["algorithm"] = _from_recipe(path, "algorithm", table["algorithm"], _ALGORITHMS, _make_algorithm)
+        if "pace" in table:
+            table["pace"] = _from_recipe(path, "pace", table["pace"], KINDS, paces.from_canonical)
         try:
             if "compress" in table:
                 table["compress"] = recipes.from_canonical(table["compress"])
@@ -208,7 +190,14 @@ def _recipe(value: Any, kinds: dict[str, type]) -> dict[str, Any]:
     return {"kind": kind, **dataclasses.asdict(value)}
 
 
-def _from_recipe(path: str | Path, key: str, recipe: Any, kinds: dict[str, type]) -> Any:
+def _make_algorithm(kind: str, arguments: dict[str, Any]) -> Algorithm:
+    made: Algorithm = _ALGORITHMS[kind](**arguments)
+    return made
+
+
+def _from_recipe(
+    path: str | Path, key: str, recipe: Any, kinds: dict[str, type], make: Callable[[str, dict[str, Any]], Any]
+) -> Any:
     if not isinstance(recipe, dict) or recipe.get("kind") not in list(kinds):
         raise ValueError(
             f"{path}: [{key}] needs a kind, one of {', '.join(kinds)}, got {recipe!r}; "
@@ -216,7 +205,7 @@ def _from_recipe(path: str | Path, key: str, recipe: Any, kinds: dict[str, type]
         )
     arguments = {name: value for name, value in recipe.items() if name != "kind"}
     try:
-        return kinds[recipe["kind"]](**arguments)
+        return make(recipe["kind"], arguments)
     except TypeError:
         raise ValueError(f"{path}: [{key}] {recipe['kind']} does not take {sorted(arguments)}") from None
     except ValueError as error:
@@ -243,15 +232,10 @@ def _is_int(value: object) -> bool:
 
 
 __all__ = [
-    "Accumulate",
     "Combine",
-    "EveryStep",
     "Overlap",
-    "Pace",
     "Plan",
-    "accumulate",
     "check_algorithm",
     "check_compress",
-    "every_step",
     "not_a_plan",
 ]

@@ -99,7 +99,7 @@ def grads_of(model: nn.Module) -> Grads:
 def left_over(sync: gs.GradSync) -> Grads:
     """The residuals of all ranks, added up; zeros where there is none."""
     mine, total = sync.residuals(), {}
-    for name, param in sync._steps.parameters():
+    for name, param in ((entry.name, entry.param) for entry in sync._reducer.entries):
         here = mine[name].double() if name in mine else torch.zeros(param.shape, dtype=torch.float64)
         dist.all_reduce(here)
         total[name.rpartition(".")[2]] = here

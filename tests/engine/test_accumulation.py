@@ -139,7 +139,7 @@ def weighted(weights: list[list[float]], dtype: torch.dtype, plan: gs.Plan) -> l
     values = []
     for step_weights in weights:
         sync.set_batch_weight(step_weights[dist.get_rank()])
-        for _ in range(2 if isinstance(plan.pace, gs.plan.Accumulate) else 1):
+        for _ in range(2 if isinstance(plan.pace, gs.paces.Accumulate) else 1):
             model(torch.full((1, 1), float(dist.get_rank() + 1), dtype=dtype)).sum().backward()
         values.append(model.weight.grad.item())
         model.zero_grad()

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradsync as gs
-from gradsync.pace.window import Held, Window
+from gradsync.pace.contract import Held
+from gradsync.pace.window import Window
 
 Parameters = list[tuple[str, torch.nn.Parameter]]
 
@@ -28,88 +29,106 @@ def grads(of: Parameters) -> list[float | None]:
 
 
 @given(k=st.integers(1, 9), per_batch=st.integers(1, 4))
-def test_exactly_the_last_of_k_times_per_batch_backwards_closes(k: int, per_batch: int) -> None:
-    window = Window(gs.accumulate(k, per_batch))
-    for done in range(k * per_batch):
-        assert not window.full
-        assert window.closing == (done == k * per_batch - 1)
-        window.backwards += 1
+def test_exactly_the_last_of_k_times_per_batch_backwards_averages(k: int, per_batch: int) -> None:
+    window = Window(gs.accumulate(k, per_batch), [])
+    for done in range(1, k * per_batch + 1):
+        last = done == k * per_batch
+        assert window.streams == last
+        assert window.after_backward(1, aborted=False) == last
         assert (window.micro_batches - 1) * per_batch < window.backwards <= window.micro_batches * per_batch
-    assert window.full
     assert window.micro_batches == k
-    window.close()
-    assert not window.full
+    window.averaged()
     assert window.micro_batches == 0
+    assert not window.mid_window
 
 
 def test_every_step_is_a_window_of_one() -> None:
-    window = Window(gs.every_step())
-    assert window.closing
-    window.backwards = 1
-    assert window.full
+    window = Window(gs.every_step(), [])
+    assert window.streams
+    assert window.after_backward(1, aborted=False)
 
 
 def test_hidden_gradients_are_none_and_come_back_as_the_same_tensors() -> None:
-    window, them = Window(gs.accumulate(3)), parameters(1.0, None, 3.0)
-    tensors = [p.grad for _, p in them]
-    window.hide(them)
+    them = parameters(1.0, None, 3.0)
+    window, tensors = Window(gs.accumulate(3), them), [p.grad for _, p in them]
+    window.after_backward(1, aborted=False)
     assert grads(them) == [None, None, None]
-    window.show(them)
+    window.before_backward()
     assert all(p.grad is tensor for (_, p), tensor in zip(them, tensors, strict=True))
 
 
 def test_what_arrived_while_hidden_is_added() -> None:
-    window, them = Window(gs.accumulate(3)), parameters(1.0, 2.0)
-    window.hide(them)
+    them = parameters(1.0, 2.0)
+    window = Window(gs.accumulate(3), them)
+    window.after_backward(1, aborted=False)
     them[0][1].grad = torch.full((2,), 10.0)
-    window.show(them)
+    window.before_backward()
     assert grads(them) == [11.0, 2.0]
 
 
 def test_showing_twice_adds_nothing() -> None:
-    window, them = Window(gs.accumulate(3)), parameters(1.0)
-    window.hide(them)
-    window.show(them)
-    window.show(them)
+    them = parameters(1.0)
+    window = Window(gs.accumulate(3), them)
+    window.after_backward(1, aborted=False)
+    window.before_backward()
+    window.before_backward()
     assert grads(them) == [1.0]
 
 
-def test_a_closed_window_has_forgotten_what_it_hid() -> None:
-    window, them = Window(gs.accumulate(3)), parameters(1.0)
-    window.hide(them)
-    window.close()
-    window.show(them)
+def test_a_window_that_was_averaged_has_forgotten_what_it_hid() -> None:
+    them = parameters(1.0)
+    window = Window(gs.accumulate(3), them)
+    window.after_backward(1, aborted=False)
+    window.averaged()
+    window.before_backward()
+    assert grads(them) == [None]
+
+
+def test_a_backward_without_a_gradient_hides_only_in_an_open_window() -> None:
+    them = parameters(1.0)
+    window = Window(gs.accumulate(2), them)
+    window.put_away()
+    assert grads(them) == [1.0]
+    window.after_backward(1, aborted=False)
+    window.before_backward()
+    window.put_away()
     assert grads(them) == [None]
 
 
 def test_a_sparse_gradient_hides_and_adds_too() -> None:
-    window, them = Window(gs.accumulate(2)), parameters(None)
-    parameter = them[0][1]
+    them = parameters(None)
+    window, parameter = Window(gs.accumulate(2), them), them[0][1]
     parameter.grad = torch.sparse_coo_tensor([[0]], [1.0], (2,), check_invariants=True)
-    window.hide(them)
+    window.after_backward(1, aborted=False)
     parameter.grad = torch.sparse_coo_tensor([[1]], [2.0], (2,), check_invariants=True)
-    window.show(them)
+    window.before_backward()
     assert parameter.grad.to_dense().tolist() == [1.0, 2.0]
 
 
 def test_a_window_in_the_middle_survives_a_checkpoint() -> None:
-    window, them = Window(gs.accumulate(3)), parameters(1.0, None)
-    window.hide(them)
-    window.backwards = 2
-    state = window.state_dict()
-    window.show(them)
-    them[0][1].grad.add_(100)  # type: ignore[union-attr]  # the state must not share memory with the run
+    them = parameters(1.0, None)
+    window = Window(gs.accumulate(3), them)
+    window.after_backward(2, aborted=False)
+    held = window.held()
+    window.before_backward()
+    them[0][1].grad.add_(100)  # type: ignore[union-attr]  # what is held must not share memory with the run
 
-    resumed = Window(gs.accumulate(3))
-    resumed.load_state_dict(state)
-    resumed.show(them[1:] + parameters(None))
-    assert resumed.backwards == 2
     again = parameters(None, None)
-    resumed.load_state_dict(state)
-    resumed.show(again)
+    resumed = Window(gs.accumulate(3), again)
+    resumed.hold(held)
+    assert resumed.backwards == 2
+    resumed.before_backward()
     assert grads(again) == [1.0, None]
 
 
+def test_closing_brings_everything_back() -> None:
+    them = parameters(1.0)
+    window = Window(gs.accumulate(3), them)
+    window.after_backward(1, aborted=False)
+    window.close()
+    assert grads(them) == [1.0]
+
+
 @pytest.mark.parametrize("pace", [gs.every_step(), gs.accumulate(2)])
-def test_the_state_of_a_fresh_window_is_empty(pace: object) -> None:
-    assert Window(pace).state_dict() == Held(0, {})  # type: ignore[arg-type]
+def test_a_fresh_window_holds_nothing(pace: object) -> None:
+    assert Window(pace, []).held() == Held(0, {})  # type: ignore[arg-type]

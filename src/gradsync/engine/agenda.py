@@ -20,8 +20,15 @@ class Agenda:
     """The buckets, their order, and what was learned about it."""
 
     def __init__(
-        self, entries: list[Entry], bucket_bytes: int | None, lane: Lane, allocate: Allocate, shipping: Shipping
+        self,
+        entries: list[Entry],
+        bucket_bytes: int | None,
+        lane: Lane,
+        allocate: Allocate,
+        shipping: Shipping,
+        idle: bool = False,
     ) -> None:
+        """`idle`: nothing travels in these buckets, so there are none."""
         self._entries = entries
         self._bucket_bytes = bucket_bytes
         self._lane = lane
@@ -32,6 +39,7 @@ class Agenda:
         self._held: set[int] = set()  # arrive more than once in a backward: leave at its end
         self.learned = False  # whether the order is that of arrival
         self._last_marks = b""  # what all ranks said in the last step, if they said the same
+        self._idle = idle
         self._lay_out(bytes(entry.param.requires_grad for entry in entries))
 
     @property
@@ -79,13 +87,17 @@ class Agenda:
     def _lay_out(self, trainable: bytes) -> None:
         for entry in self._entries:
             entry.bucket = None
+        if self._idle:
+            trainable = bytes(len(self._entries))
         chosen = [self._entries[index] for index in self._order if trainable[index] and not self._entries[index].sparse]
         self._layout = Layout(chosen, self._bucket_bytes, self._held, self._allocate, self._shipping.choose)
-        # The first synchronization is exact: compressors begin when the order is known.
-        self._shipping.prepare([bucket.parcel for bucket in self._layout.buckets], compress=self.learned)
+        if not self._idle:  # otherwise the shipping is the pace's
+            # The first synchronization is exact: compressors begin when the order is known.
+            self._shipping.prepare([bucket.parcel for bucket in self._layout.buckets], compress=self.learned)
         # Those without a bucket: frozen now, or sparse.
         self.apart = [entry for entry in self._entries if entry.bucket is None]
-        self._lane.describe = self._layout.describe
+        if not self._idle:
+            self._lane.describe = self._layout.describe
 
     def arrangement(self) -> Arrangement:
         """What was learned, by parameter name."""

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from itertools import count
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from gradsync.engine.inventory import Inventory, take_inventory
 from gradsync.engine.opening import Papers, open_shipping
+from gradsync.engine.pacing import check_pace, open_pace
 from gradsync.engine.reducer import Reducer
 from gradsync.engine.replicas import Buffers, broadcast_optimizer, broadcast_tensors
 from gradsync.engine.steps import Steps
 from gradsync.engine.synchronizer import GradSync
 from gradsync.errors import Disagreement
-from gradsync.pace.window import Window
+from gradsync.pace.contract import Site
 from gradsync.plan import Plan, not_a_plan
 from gradsync.policy import Guard
+from gradsync.trace import Recorder
 from gradsync.transport.lane import Lane
 
 
@@ -32,6 +36,7 @@ def attach(
     buffers: Literal["broadcast", "none"] = "broadcast",
     ignore: Iterable[str | torch.Tensor] = (),
     guard: Guard | None = None,
+    scaler: GradScaler | None = None,
 ) -> GradSync:
     """Average the model's gradients over the ranks from now on, while backward still computes.
 
@@ -47,8 +52,9 @@ def attach(
         buffers: "broadcast": rank 0's buffers (BatchNorm statistics) go to all with every synchronization.
         ignore: Names or tensors to leave alone.
         guard: Bounds on waits, and what a NaN does; see `Guard`.
+        scaler: The GradScaler of mixed precision, which `delayed(k)` must know; other paces do not ask for it.
     """
-    return attach_engine(model, optimizer, plan, group, buffers, ignore, guard, always=False)
+    return attach_engine(model, optimizer, plan, group, buffers, ignore, guard, always=False, scaler=scaler)
 
 
 def attach_engine(
@@ -60,6 +66,7 @@ def attach_engine(
     ignore: Iterable[Any],
     guard: Guard | None,
     always: bool,
+    scaler: GradScaler | None = None,
 ) -> GradSync:
     """As `attach`; `always` puts the hooks on even where one rank alone would need none (to measure them)."""
     plan, guard = Plan() if plan is None else plan, Guard() if guard is None else guard
@@ -67,7 +74,8 @@ def attach_engine(
     parent = _parent(group)
     refusal: Exception | None = None
     try:
-        _check_arguments(plan, guard, buffers)
+        _check_arguments(plan, guard, buffers, scaler)
+        check_pace(plan, guard, optimizers)
         inventory = take_inventory(model, optimizers, ignore)
     except (TypeError, ValueError) as error:
         if dist.get_world_size(parent) == 1:
@@ -84,11 +92,18 @@ def attach_engine(
     except BaseException as error:
         lane.close(together=isinstance(error, Disagreement))
         raise
-    window = Window(plan.pace)
     travelling = Buffers(inventory.buffers if buffers == "broadcast" else [])
-    reducer = Reducer(inventory.entries, lane, exact, shipping, plan, guard, travelling, window.k)
-    listens = always or lane.groups.size > 1 or window.k > 1 or guard.nonfinite != "allow"
-    steps = Steps(model, optimizers, plan, reducer, window, inventory.ignored, listens)
+    parameters = [(entry.name, entry.param) for entry in inventory.entries]
+    recorder, limit = Recorder(), plan.bucket_bytes
+    site = Site(
+        lane, exact, shipping, parameters, optimizers, travelling, guard, limit, len(parameters), count(), recorder
+    )
+    pace = open_pace(plan, site, parent, scaler)
+    lane.describe = pace.describe
+    idle = not pace.engine_averages
+    reducer = Reducer(inventory.entries, lane, exact, shipping, plan, guard, travelling, recorder, pace.k, idle)
+    busy = pace.k > 1 or idle or guard.nonfinite != "allow"
+    steps = Steps(model, optimizers, plan, reducer, pace, inventory.ignored, always or lane.groups.size > 1 or busy)
     return GradSync(plan, optimizers, travelling, steps)
 
 
@@ -107,13 +122,15 @@ def _parent(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return parent
 
 
-def _check_arguments(plan: Plan, guard: Guard, buffers: str) -> None:
+def _check_arguments(plan: Plan, guard: Guard, buffers: str, scaler: GradScaler | None) -> None:
     if not isinstance(plan, Plan):
         raise TypeError(not_a_plan(plan))
     if not isinstance(guard, Guard):
         raise TypeError(f"guard must be a gs.Guard, got {guard!r}")
     if buffers not in ("broadcast", "none"):
         raise ValueError(f'buffers must be "broadcast" or "none", got {buffers!r}')
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise TypeError(f"scaler must be a torch.amp.GradScaler, got {scaler!r}")
 
 
 def _start_alike(lane: Lane, inventory: Inventory, optimizers: list[Optimizer]) -> None:

@@ -4,9 +4,11 @@
     gradsync.order, .held, .learned                           the buckets; `held` beside each name of the order
     gradsync.recipe                                           which compressor, with its seeds
     gradsync.factor.<param>                                   PowerSGD's Q
+    gradsync.pace.<key>                                       what the pace stores, as its file says
     gradsync.rank<R>.residual.<param>                         what rank R has not sent yet
     gradsync.rank<R>.hidden.<param>                           its gradients of an open window of accumulate(k)
     gradsync.rank<R>.num_hidden, .num_residuals, .weight      how many those are; its batch weight
+    gradsync.rank<R>.pace.<key>                               what the pace stores for this rank alone
 
 What stands above the ranks' lines is equal on all of them. The number in the key keeps the ranks' own tensors
 apart, so states of several ranks become one by uniting the dicts.
@@ -34,7 +36,7 @@ State = dict[str, torch.Tensor]
 Shapes = Mapping[str, tuple[int, ...]]
 
 _OWN = re.compile(r"gradsync\.rank(\d+)\.(\w+)(?:\.(.+))?", re.DOTALL)
-_FACTOR = "gradsync.factor."
+_FACTOR, _PACE = "gradsync.factor.", "gradsync.pace."
 _RECIPE_LENGTH = 512
 
 
@@ -76,6 +78,7 @@ class Part(NamedTuple):
     hidden: State
     num_hidden: int
     weight: float | None = None
+    pace: State = {}  # noqa: RUF012 (never changed)  # what the pace stores for this rank alone
 
     @property
     def torn(self) -> bool:
@@ -89,6 +92,7 @@ class Saved(NamedTuple):
     shared: Shared
     factors: State
     parts: dict[int, Part]
+    pace: State = {}  # noqa: RUF012  # what the pace stores, equal on all ranks
 
 
 def flatten(saved: Saved) -> State:
@@ -99,14 +103,15 @@ def flatten(saved: Saved) -> State:
     >>> [key.removeprefix("gradsync.rank1.") for key in state if "rank" in key]
     ['num_hidden', 'num_residuals', 'weight', 'residual.weight']
     """
-    state = flatten_shared(saved.shared, saved.factors)
+    state = flatten_shared(saved)
     for rank, part in saved.parts.items():
         state |= flatten_part(rank, part)
     return state
 
 
-def flatten_shared(shared: Shared, factors: State) -> State:
+def flatten_shared(saved: Saved) -> State:
     """What is equal on all ranks."""
+    shared = saved.shared
     order, held, learned = shared.arrangement
     return {
         "gradsync.format": torch.tensor(FORMAT),
@@ -118,7 +123,8 @@ def flatten_shared(shared: Shared, factors: State) -> State:
         "gradsync.order": _from_text(json.dumps(order)),
         "gradsync.held": torch.tensor([name in held for name in order], dtype=torch.bool),
         "gradsync.learned": torch.tensor(learned),
-        **{_FACTOR + name: factor for name, factor in factors.items()},
+        **{_FACTOR + name: factor for name, factor in saved.factors.items()},
+        **{_PACE + key: tensor for key, tensor in saved.pace.items()},
     }
 
 
@@ -130,6 +136,7 @@ def flatten_part(rank: int, part: Part) -> State:
         "weight": torch.tensor(math.nan if part.weight is None else part.weight, dtype=torch.float64),
     }
     state |= {f"residual.{name}": residual for name, residual in part.residuals.items()}
+    state |= {f"pace.{key}": tensor for key, tensor in part.pace.items()}
     for name, grad in part.hidden.items():
         if grad.is_sparse:  # no saver but torch.save takes it whole
             state |= {f"indices.{name}": grad._indices(), f"values.{name}": grad._values()}
@@ -153,8 +160,11 @@ def read(state: Mapping[str, torch.Tensor], shapes: Shapes) -> Saved | None:
     strange = sorted(set(shared.arrangement.order) ^ set(shapes))[:3]
     if strange:
         raise ValueError(f"this state is of another model: it does not agree about the parameters {strange}")
-    factors = {key.removeprefix(_FACTOR): tensor for key, tensor in state.items() if key.startswith(_FACTOR)}
-    return Saved(shared, factors, read_parts(state, shapes))
+    return Saved(shared, _below(state, _FACTOR), read_parts(state, shapes), _below(state, _PACE))
+
+
+def _below(state: Mapping[str, torch.Tensor], prefix: str) -> State:
+    return {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
 
 
 def _read_shared(state: Mapping[str, torch.Tensor]) -> Shared:
@@ -199,7 +209,7 @@ def _read_part(kinds: dict[str, State], shapes: Shapes) -> Part:
         hidden[name] = torch.sparse_coo_tensor(indices, values, tuple(shapes[name]), check_invariants=False)
     weight = float(kinds["weight"][""]) if "weight" in kinds else math.nan
     num_hidden = int(kinds["num_hidden"][""]) if "num_hidden" in kinds else 0
-    return Part(residuals, hidden, num_hidden, None if math.isnan(weight) else weight)
+    return Part(residuals, hidden, num_hidden, None if math.isnan(weight) else weight, kinds.get("pace", {}))
 
 
 def add_up(parts: Iterable[Part]) -> State:

@@ -163,7 +163,7 @@ def take(lane: Lane, saved: Saved | None, hand: Hand, claims: Sequence[Claim], s
     for poor in sorted(set(range(len(claims))) - set(rich)):
         if rank == rich[0]:
             assert saved is not None
-            _send(lane, flatten_shared(saved.shared, saved.factors), poor)
+            _send(lane, flatten_shared(saved), poor)
         elif rank == poor:
             saved = read(_receive(lane, rich[0]), shapes)
     assert saved is not None

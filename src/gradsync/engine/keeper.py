@@ -24,7 +24,8 @@ from gradsync.engine.handover import changes, gather, receive
 from gradsync.engine.steps import Steps
 from gradsync.exchange.keeping import Kept
 from gradsync.guard.calls import Call
-from gradsync.pace.window import Held
+from gradsync.pace.contract import Held
+from gradsync.pace.contract import Saved as PaceState
 from gradsync.plan import Plan
 
 
@@ -33,7 +34,7 @@ class Keeper:
 
     def __init__(self, plan: Plan, steps: Steps) -> None:
         self._steps = steps
-        self._window = steps.window
+        self._pace = steps.pace
         self._reducer = steps.reducer
         self._lane = steps.reducer.lane
         self._shapes = {entry.name: tuple(entry.param.shape) for entry in steps.reducer.entries}
@@ -51,22 +52,21 @@ class Keeper:
         self._steps.meet(Call.GATHER)
         rank, saved = self._lane.groups.rank, self._saved()
         with self._steps.failing():
-            return gather(
-                self._lane, flatten_shared(saved.shared, saved.factors), flatten_part(rank, saved.parts[rank])
-            )
+            return gather(self._lane, flatten_shared(saved), flatten_part(rank, saved.parts[rank]))
 
     def _saved(self) -> Saved:
-        kept, window = self._reducer.shipping.kept(), self._window.state_dict()
+        pace, held = self._pace.state(), self._pace.held()
+        kept = self._reducer.shipping.kept()  # after the pace has waited for what is under way
         shared = Shared(
             step=self._lane.step,
             world_size=self._lane.groups.size,
             unit=self._reducer.weighting.unit,
-            backwards=window.backwards,
+            backwards=held.backwards,
             recipe=self._recipe,
             arrangement=self._reducer.agenda.arrangement(),
         )
-        part = Part(kept.residuals, window.hidden, len(window.hidden), self._reducer.weighting.weight)
-        return Saved(shared, kept.factors, {self._lane.groups.rank: part})
+        part = Part(kept.residuals, held.hidden, len(held.hidden), self._reducer.weighting.weight, pace.own)
+        return Saved(shared, kept.factors, {self._lane.groups.rank: part}, pace.shared)
 
     # Giving
 
@@ -76,8 +76,9 @@ class Keeper:
         keeps = len(self._reducer.shipping.kept().residuals)
         taken, hand = receive(self._lane, state, self._shapes, keeps, self._steps.failing)
         with self._steps.failing():
-            goes_on = hand.whole and self._window.has_room_for(taken.shared.backwards)
+            goes_on = hand.whole and self._pace.has_room_for(taken.shared.backwards)
             self._continue(taken, goes_on)
+            self._pace.load(PaceState(taken.pace, _own(taken, self._lane.groups.rank) if hand.whole else {}))
         if self._lane.groups.rank == 0:  # all ranks see the same
             for change in (*changes(taken, hand, self._recipe), *self._changes(taken.shared, goes_on)):
                 warnings.warn(f"{self._lane.place()} {change}", stacklevel=3)
@@ -88,7 +89,7 @@ class Keeper:
         self._reducer.agenda.arrange(shared.arrangement)
         self._reducer.weighting.unit = shared.unit
         self._reducer.weighting.weight = parts[0].weight if goes_on else None
-        self._window.load_state_dict(Held(shared.backwards, parts[0].hidden) if goes_on else Held(0, {}))
+        self._pace.hold(Held(shared.backwards, parts[0].hidden) if goes_on else Held(0, {}))
         self._lane.step = shared.step
 
     def _changes(self, shared: Shared, goes_on: bool) -> Iterator[str]:
@@ -106,3 +107,8 @@ class Keeper:
                 f"{len(waiting)} parameters with a residual, {waiting[0]} among them, are not compressed here (one "
                 "rank alone compresses nothing): what was not sent yet stays in state_dict() until they are"
             )
+
+
+def _own(taken: Saved, rank: int) -> State:
+    """What the pace stored for this rank alone."""
+    return taken.parts[rank].pace if rank in taken.parts else {}

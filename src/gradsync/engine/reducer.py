@@ -25,13 +25,13 @@ from gradsync.engine.apart import average_apart
 from gradsync.engine.bucket import Bucket, Entry
 from gradsync.engine.first_gradients import NO_DIGEST, digest_of, warn_if_same_data
 from gradsync.engine.replicas import Buffers
-from gradsync.engine.verdict import Verdict, nonfinite, overflown, step_verdict
 from gradsync.engine.weighting import Weighting
 from gradsync.errors import BackwardAborted, Disagreement, NonFinite
 from gradsync.exchange.exact import Exact
 from gradsync.exchange.shipping import Shipping
 from gradsync.guard.calls import check_same_call, launch_header
 from gradsync.guard.header import Flag, Head, Headers, Mark
+from gradsync.guard.verdict import Verdict, nonfinite, overflown, step_verdict
 from gradsync.plan import Plan
 from gradsync.policy import Guard
 from gradsync.trace import Recorder
@@ -53,13 +53,16 @@ class Reducer:
         plan: Plan,
         guard: Guard,
         buffers: Buffers,
+        recorder: Recorder,
         k: int,
+        idle: bool = False,
     ) -> None:
+        """`idle`: a pace averages something else, and gradients only arrive."""
         self.entries = entries
         self.lane = lane
-        self.recorder = Recorder()
+        self.recorder = recorder
         self.shipping = shipping
-        self.agenda = Agenda(entries, plan.bucket_bytes, lane, exact.allocate, shipping)
+        self.agenda = Agenda(entries, plan.bucket_bytes, lane, exact.allocate, shipping, idle)
         self.weighting = Weighting(lane.groups.size, k, plan.combine)
         self._exact = exact
         self._plan = plan
@@ -75,6 +78,7 @@ class Reducer:
         self.note_trainable()
         self._standing: list[tuple[Entry, torch.Tensor]] = []
         self.dropped = False  # whether the last synchronization came to nothing
+        self.delivered = False  # whether it brought any rank's gradient
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -170,6 +174,11 @@ class Reducer:
             while self._next < len(buckets) and not buckets[self._next].missing and not buckets[self._next].held:
                 self._launch(buckets[self._next])
 
+    def forget(self) -> None:
+        """What arrived was none of ours: be ready for the next step."""
+        self.put_back()
+        self._begin_step()
+
     # The end of backward: see [Three phases] in hooks.py
 
     def launch_rest(self, micro_batches: int, flags: Flag, source: int) -> None:
@@ -210,6 +219,7 @@ class Reducer:
             if not self.agenda.learned and self.lane.groups.rank == 0:
                 warn_if_same_data(headers)
             self._hand_out(headers)
+        self.delivered = not self.dropped and any(headers.any(Mark.USED))
         self._buffers.finish(self.lane)
         unit = self.weighting.unit
         self.weighting.follow(headers)

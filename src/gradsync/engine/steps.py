@@ -22,7 +22,7 @@ from gradsync.engine.reducer import Reducer
 from gradsync.errors import BackwardAborted, GradSyncError, NonFinite, PeerFault
 from gradsync.guard.calls import Call, meet
 from gradsync.guard.header import Flag, Head
-from gradsync.pace.window import Window
+from gradsync.pace.contract import Pace
 from gradsync.plan import Plan
 
 
@@ -35,12 +35,12 @@ class Steps:
         optimizers: Sequence[Optimizer],
         plan: Plan,
         reducer: Reducer,
-        window: Window,
+        pace: Pace,
         ignored: set[int],
         listens: bool,
     ) -> None:
         self.reducer = reducer
-        self.window = window
+        self.pace = pace
         self.no_sync_depth = 0
         self.unsynchronized = False  # a backward ran under no_sync() since the last synchronization
         self.joining = False
@@ -77,6 +77,8 @@ class Steps:
         self.drop_if_aborted()
         self._notice_changes()
         self.vote_if_joining()
+        with self.failing():
+            self.pace.before_forward()
 
     def backward_begins(self) -> None:
         """The gradient of the model's output is known: backward has begun."""
@@ -103,13 +105,17 @@ class Steps:
                 "backward ran under no_sync(). Run the last backward of a step outside of it, or call drain()"
             )
         self._census.check_optimizer(optimizer)
+        self.pace.before_step()
         self._notice_changes(unheard=True)
         if not closure:  # otherwise backward is still to come, inside of step()
             self._take_part(optimizer)
 
-    def after_step(self, optimizer: Optimizer) -> None:
-        """`optimizer.step(closure)` has run its closure: the same, now that its backwards are known."""
-        self._take_part(optimizer)
+    def after_step(self, optimizer: Optimizer, closure: bool) -> None:
+        """`optimizer.step()` has run, and with it its closure: now that its backwards are known, the same."""
+        if closure:
+            self._take_part(optimizer)
+        with self.failing():
+            self.pace.after_step(optimizer)
 
     def _take_part(self, optimizer: Optimizer) -> None:
         if self._seen_backwards[id(optimizer)] == self._num_backwards:
@@ -117,8 +123,8 @@ class Steps:
             self.vote_if_joining()
             self.reducer.set_aside()
             self._num_backwards += 1
-            self.reducer.backwards += self.window.per_batch
-            self._end_of_backwards(self.window.per_batch, self.synchronize_now)
+            self.reducer.backwards += self.pace.per_batch
+            self._end_of_backwards(self.pace.per_batch, self.synchronize_now)
         self._seen_backwards[id(optimizer)] = self._num_backwards
 
     # The way of a backward; see [Three phases] in hooks.py
@@ -128,8 +134,9 @@ class Steps:
         self._in_backward = True
         self._fired = False
         self.vote_if_joining()
-        self.window.show(self.parameters())
-        self.reducer.begin(synchronize=not self.no_sync_depth and self.window.closing)
+        with self.failing():
+            self.pace.before_backward()
+        self.reducer.begin(synchronize=not self.no_sync_depth and self.pace.streams)
         queue_callback(self._ended)
 
     def _first_arrival(self) -> None:
@@ -149,11 +156,12 @@ class Steps:
         """The fallback of [Who begins a backward]: the model's own forward was not called."""
         self._begun_at = None
         self._notice_changes(unheard=True)
-        if recomputing() and (self.window.k > 1 or self.reducer.weighting.weight is not None):
+        counts = self.pace.k > 1 or not self.pace.engine_averages or self.reducer.weighting.weight is not None
+        if counts and recomputing():
             raise BackwardAborted(
                 f"{self._lane.place()} reentrant checkpointing of a model whose parts are called one by one ends "
-                "backward once per segment, so windows and weights would be counted wrongly. Call the model itself, "
-                "or use checkpoint(..., use_reentrant=False)"
+                "backward once per segment, so windows, weights and steps would be counted wrongly. Call the model "
+                "itself, or use checkpoint(..., use_reentrant=False)"
             )
         self._begin()
 
@@ -163,8 +171,7 @@ class Steps:
         if not fired:
             # torch.autograd.grad: no gradient was accumulated, so nothing is to be synchronized.
             self.reducer.put_back()
-            if self.window.backwards:
-                self.window.hide(self.parameters())
+            self.pace.put_away()
             return
         self._num_backwards += 1
         self.reducer.backwards += 1
@@ -175,15 +182,20 @@ class Steps:
         self._end_of_backwards(1, self._launch)
 
     def _end_of_backwards(self, count: int, synchronize: Callable[[], None]) -> None:
-        self.window.backwards += count
-        if self.window.full:
+        synchronizes = False
+        try:
+            with self.failing():
+                synchronizes = self.pace.after_backward(count, self._spoiled)
+        finally:  # a NaN that is raised ends the step too
+            if not self.pace.engine_averages:  # the pace has seen to everything
+                self.reducer.forget()
+                self._step_ends()
+        if synchronizes:
             synchronize()
-        else:
-            self.window.hide(self.parameters())
 
     def _launch(self) -> None:
         with self.failing():
-            self.reducer.launch_rest(self.window.micro_batches, self._flags(), self._source())
+            self.reducer.launch_rest(self.pace.micro_batches, self._flags(), self._source())
         queue_callback(self._settle)
 
     def _settle(self) -> None:
@@ -196,18 +208,21 @@ class Steps:
             with self.failing():
                 self.reducer.finish()
         finally:  # a NaN that is raised ends the step too
-            self.window.close()
-            self.unsynchronized = False
-            self._spoiled = False
-            self.active = None
+            self.pace.averaged()
+            self._step_ends()
+
+    def _step_ends(self) -> None:
+        self.unsynchronized = False
+        self._spoiled = False
+        self.active = None
 
     # Outside of backward
 
     def synchronize_now(self, flags: Flag = Flag.NONE) -> None:
         """A whole synchronization at once, with the gradients as they stand."""
         self._refuse_if_failed()
-        self.window.show(self.parameters())
-        micro_batches = self.window.micro_batches if self.window.k > 1 else 1
+        self.pace.before_backward()
+        micro_batches = self.pace.micro_batches if self.pace.k > 1 else 1
         with self.failing():
             self.reducer.launch_rest(micro_batches, flags | self._flags(), self._source())
             self.reducer.settle_first()
@@ -215,7 +230,7 @@ class Steps:
 
     def keep_company(self) -> None:
         """Take part in the others' synchronization without a gradient and with weight 0."""
-        self.window.close()
+        self.pace.averaged()
         for entry in self._entries:
             entry.param.grad = None
         self.synchronize_now(Flag.SHADOW)
@@ -223,6 +238,15 @@ class Steps:
     def expect_step(self) -> None:
         """The next `optimizer.step()` missed nothing, though no backward came before it."""
         self._num_backwards += 1
+
+    def drain_pace(self) -> bool:
+        """Have the pace bring to an end what is under way, backwards under no_sync() among it."""
+        with self.failing():
+            more = self.pace.drain()
+        if self.unsynchronized:
+            self.reducer.forget()
+            self.unsynchronized = False
+        return more
 
     def drop_if_aborted(self) -> None:
         """If the last backward raised before its end, see to it that all ranks drop what it belonged to.
@@ -244,6 +268,7 @@ class Steps:
         self._refuse_if_failed()
         self.drop_if_aborted()
         with self.failing():
+            self.pace.before_meeting(call)
             return meet(self._lane, call, len(self._entries), word, flags)
 
     def vote(self, active: bool) -> list[int]:
@@ -260,7 +285,7 @@ class Steps:
         """Take the hooks off, and bring hidden gradients back."""
         if self._hooks is not None:
             self._hooks.remove()
-        self.window.show(self.parameters())
+        self.pace.close()
 
     @contextmanager
     def failing(self) -> Iterator[None]:
@@ -286,9 +311,6 @@ class Steps:
             raise GradSyncError(f"{self._lane.place()} an earlier synchronization failed; detach and restart the job")
 
     # Small things
-
-    def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        return ((entry.name, entry.param) for entry in self._entries)
 
     def _flags(self) -> Flag:
         return Flag.ABORTED if self._spoiled else Flag.NONE

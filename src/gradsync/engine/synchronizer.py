@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch.optim import Optimizer
 
+from gradsync import paces
 from gradsync.engine.keeper import Keeper
 from gradsync.engine.replicas import Buffers, broadcast_optimizer, broadcast_tensors
 from gradsync.engine.steps import Steps
@@ -56,6 +57,7 @@ class GradSync:
             value = math.nan
         if not 0 <= value <= _MAX_WEIGHT:
             raise ValueError(f"a batch weight must be a number from 0 to {_MAX_WEIGHT:g}, got {weight!r}")
+        self._refuse_unless_averaging("set_batch_weight()", "scale the loss instead")
         if self.plan.combine == "sum":
             raise ValueError('batch weights need combine="mean"; with "sum" scale the loss instead')
         if self._steps.begun:
@@ -74,6 +76,7 @@ class GradSync:
         come from a rank that was active last.
         """
         self._refuse_if_detached()
+        self._refuse_unless_averaging("join()", "let all ranks take equally many steps")
         self._steps.joining = True
         try:
             yield
@@ -85,9 +88,9 @@ class GradSync:
     def _shadow(self) -> None:
         steps = self._steps
         steps.drop_if_aborted()
-        if steps.window.backwards:
+        if steps.pace.backwards:
             warnings.warn(
-                f"{self._lane.place()} {steps.window.micro_batches} micro-batches of a short last window are lost; "
+                f"{self._lane.place()} {steps.pace.micro_batches} micro-batches of a short last window are lost; "
                 "call sync.drain() and optimizer.step() before the end of join()",
                 stacklevel=3,
             )
@@ -117,37 +120,56 @@ class GradSync:
             broadcast_tensors(self._lane, tensors, source, "the model's parameters")
             for optimizer in self._optimizers:
                 broadcast_optimizer(self._lane, optimizer, source)
+            self._steps.pace.reset()
 
-    def drain(self) -> None:
-        """Synchronize what was accumulated so far, on every rank: the short last window of `accumulate(k)`."""
+    def drain(self) -> bool:
+        """Bring to an end what is under way, on every rank; True if `.grad` holds something for one more step.
+
+        `accumulate(k)`: its short last window. `delayed(k)`: one of the averages that are still to be applied. Paces
+        that average parameters do so now. At the end of training, whatever the pace:
+
+            while sync.drain():
+                optimizer.step()
+                optimizer.zero_grad()
+        """
         self._refuse_if_detached()
         self._steps.drop_if_aborted()
         self._steps.expect_step()
-        if self._steps.window.k > 1 or self._steps.unsynchronized:
+        if not self._steps.pace.engine_averages:
+            return self._steps.drain_pace()
+        if self._steps.pace.k > 1 or self._steps.unsynchronized:
             self._steps.vote_if_joining()
             self._steps.synchronize_now()
+            return self._reducer.delivered
+        return False
 
     @property
     def mid_window(self) -> bool:
-        """Whether `step()` would find nothing now, because a window of `accumulate(k)` is not full yet.
+        """Whether `step()` would find nothing now (a window of `accumulate(k)` is not full, the first steps of
+        `delayed(k)`), or replicas differ now (between two averages of `local_sgd(k)`).
 
-        Only a GradScaler needs to be asked this: it refuses to step without gradients.
+        A GradScaler needs to be asked this, since it refuses to step without gradients; and whoever saves a checkpoint
+        of rank 0's model alone.
         """
-        return self._steps.window.backwards > 0
+        return self._steps.pace.mid_window
 
     @property
     def dropped(self) -> bool:
         """Whether the last synchronization came to nothing on every rank: a NaN, or a backward that raised."""
-        return self._reducer.dropped
+        return self._reducer.dropped or self._steps.pace.dropped
 
     def stats(self) -> dict[str, float | int | str | None]:
         """What the last steps cost: medians, as a flat dict; docs/stats.md explains each key."""
         stats = self._reducer.recorder.stats()
-        stats["sent_nbytes"], stats["algorithm"] = self._reducer.shipping.wire() if stats["nbytes"] else (0, None)
-        return stats | self._reducer.shipping.tally.stats()
+        sent_nbytes, stats["algorithm"] = self._reducer.shipping.wire() if stats["nbytes"] else (0, None)
+        if self._steps.pace.engine_averages:
+            stats["sent_nbytes"] = sent_nbytes
+        return stats | self._reducer.shipping.tally.stats() | self._steps.pace.stats()
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """What compression has not sent yet, by parameter: this rank's share of the mean. Copies."""
+        with self._steps.failing():
+            self._steps.pace.settle()
         return self._reducer.shipping.kept().residuals
 
     def state_dict(self, *, all_ranks: bool = False) -> dict[str, torch.Tensor]:
@@ -185,6 +207,13 @@ class GradSync:
     def _refuse_if_detached(self) -> None:
         if not self._attached:
             raise GradSyncError("this GradSync was detached; attach the model again")
+
+    def _refuse_unless_averaging(self, what: str, way_out: str) -> None:
+        if not self._steps.pace.engine_averages:
+            name = paces.canonical(self.plan.pace)["kind"]
+            raise GradSyncError(
+                f"{what} needs a mean of gradients in every step, which {name} does not make; {way_out}"
+            )
 
     def _said_goodbye(self) -> bool:
         """Wait until every rank is here, so that nobody closes a connection another still reads."""

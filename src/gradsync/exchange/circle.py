@@ -78,7 +78,7 @@ class Everybody:
     def gather(self, rows: torch.Tensor, bucket: int) -> Ticket:
         team = self._lane.team
         if self.in_memory and team is not None and rows.device.type == "cpu" and team.locate(rows) is not None:
-            step = self._lane.step
+            step = self._lane.today
             return self._lane.send(lambda: _gather_in_memory(team, rows, step, bucket), *_words(rows, bucket))
         return _gather(self._lane, self._lane.groups.data[rows.device.type], rows, self.rank, bucket)
 

@@ -69,7 +69,7 @@ class LevelRoute:
         self._plan = lru_cache(maxsize=64)(plan)
 
     def launch(self, flat: torch.Tensor, bucket: int) -> Ticket:
-        mark, nbytes = stamp(self._lane.step, bucket), flat.numel() * flat.element_size()
+        mark, nbytes = stamp(self._lane.today, bucket), flat.numel() * flat.element_size()
         return self._lane.send(lambda: self.run(flat, mark), f"bucket {bucket}", nbytes, bucket)
 
     def run(self, flat: torch.Tensor, mark: int) -> None:

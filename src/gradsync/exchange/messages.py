@@ -27,7 +27,7 @@ class MessageRoute:
         self._program = lru_cache(maxsize=64)(lambda numel, itemsize: Program.compile(schedule, rank, numel, itemsize))
 
     def launch(self, flat: torch.Tensor, bucket: int) -> Ticket:
-        mark, nbytes = stamp(self._lane.step, bucket), flat.numel() * flat.element_size()
+        mark, nbytes = stamp(self._lane.today, bucket), flat.numel() * flat.element_size()
         if flat.device.type != "cpu":
             channel = self._lane.groups.data[flat.device.type]
             program = self._program(flat.numel(), flat.element_size())

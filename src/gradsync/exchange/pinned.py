@@ -51,7 +51,7 @@ class PinnedRoute:
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(flat.device))
         done = torch.cuda.Event()
-        mark = stamp(self._lane.step, bucket)
+        mark = stamp(self._lane.today, bucket)
         ticket = self._lane.send(
             lambda: self._run(flat, mark, ready, done), f"bucket {bucket}", flat.numel() * flat.element_size(), bucket
         )

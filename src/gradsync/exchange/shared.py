@@ -22,7 +22,7 @@ class SharedRoute:
         self._team = team
 
     def launch(self, flat: torch.Tensor, bucket: int) -> Ticket:
-        op = self._team.sum_op(flat, card_of(flat, self._lane.step, bucket))
+        op = self._team.sum_op(flat, card_of(flat, self._lane.today, bucket))
         nbytes = flat.numel() * flat.element_size()
         try:
             return self._lane.follow(TeamSum(self._team, op, flat, f"bucket {bucket}", nbytes, bucket))

@@ -95,7 +95,7 @@ class Shipping:
         # What holds nothing has nothing to compress.
         travelling = [p for p in parcels if compress and p.choice.codec is not None and p.flat.numel()]
         for parcel in travelling:
-            if parcel.choice.feedback and self._encodes(parcel.choice):
+            if parcel.residual is None and parcel.choice.feedback and self._encodes(parcel.choice):
                 parcel.residual = torch.zeros_like(parcel.flat, dtype=torch.float32)
         self._waiting = place(self._waiting, travelling)
         for parcel in travelling:
@@ -141,22 +141,22 @@ class Shipping:
         step, route = self._lane.step, self._routes.get(parcel.index)
         if route is None or step < parcel.choice.exact_steps:
             plain = Plain(parcel, self._everybody)
-            return self._send(parcel, plain.go(step), parcel.nbytes)
+            return self._send(parcel, plain.go(step), parcel.nbytes, step)
         account = self.tally.account(parcel.choice.label)
         account.sent(step, route.way, parcel.raw_nbytes, parcel.payload_nbytes, route.sent_nbytes)
         journey = route.go(step)
         if self._audit_every is not None and step % self._audit_every == 0:
             journey = audited(journey, parcel, self._everybody, self.tally, step)
-        return self._send(parcel, journey, parcel.payload_nbytes)
+        return self._send(parcel, journey, parcel.payload_nbytes, step)
 
     def flush(self) -> None:
         """All buckets of this step are under way: see each to its end."""
         if self._compress is not None:
             self._desk.flush()
 
-    def wire(self) -> tuple[int, str]:
-        """The bytes that this rank sends over a network in a step, and by which algorithms or ways."""
-        routes = [self._route_now(parcel) for parcel in self.parcels]
+    def wire(self, parcels: list[Parcel] | None = None) -> tuple[int, str]:
+        """The bytes that this rank sends over a network for these buckets, or all; and by which algorithms or ways."""
+        routes = [self._route_now(parcel) for parcel in (self.parcels if parcels is None else parcels)]
         return round(sum(route.sent_nbytes for route in routes)), "+".join(sorted({route.way for route in routes}))
 
     def _route_now(self, parcel: Parcel) -> Route:
@@ -164,10 +164,10 @@ class Shipping:
         warm = route is not None and self._lane.step >= parcel.choice.exact_steps
         return route if route is not None and warm else Plain(parcel, self._everybody)
 
-    def _send(self, parcel: Parcel, journey: Journey, nbytes: int) -> Ticket:
+    def _send(self, parcel: Parcel, journey: Journey, nbytes: int, step: int) -> Ticket:
         delivery = Promise(parcel.what, nbytes, parcel.index, self._on_host)
         self._lane.follow(delivery)
-        self._desk.take(journey, delivery)
+        self._desk.take(_dated(journey, self._lane, step), delivery)
         return delivery
 
     # Which way
@@ -185,6 +185,17 @@ class Shipping:
         rounds = _num_rounds(codec, self._leaders)
         inner = route_of(codec, parcel, self._leaders, wire, account) if self._encodes(parcel.choice) else None
         return Across(parcel, self._house, inner, rounds)
+
+
+def _dated(journey: Journey, lane: Lane, step: int) -> Journey:
+    """The same journey; its rounds belong to the step in which it began."""
+    while True:
+        with lane.dated(step):
+            try:
+                ticket = next(journey)
+            except StopIteration:
+                return
+        yield ticket
 
 
 def route_of(codec: Codec, parcel: Parcel, circle: Circle, wire: torch.device, account: Account) -> Route:

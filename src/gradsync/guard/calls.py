@@ -26,6 +26,9 @@ class Call(enum.IntEnum):
     LOAD = 3
     DETACH = 4
     GATHER = 5
+    AVERAGE = 6
+    NEIGHBOURS = 7
+    DRAIN = 8
 
 
 _NAMES = {
@@ -35,6 +38,9 @@ _NAMES = {
     Call.LOAD: "load_state_dict()",
     Call.DETACH: "detach()",
     Call.GATHER: "state_dict(all_ranks=True)",
+    Call.AVERAGE: "an average of its pace",
+    Call.NEIGHBOURS: "an exchange with its neighbours",
+    Call.DRAIN: "drain()",
 }
 
 

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from gradsync.engine.inventory import Inventory, take_inventory
 from gradsync.engine.opening import Papers, open_shipping
 from gradsync.integrations.ddp_state import DDPState
-from gradsync.plan import EveryStep, Plan, not_a_plan
+from gradsync.paces import EveryStep
+from gradsync.plan import Plan, not_a_plan
 from gradsync.policy import Guard
 
 Hook = Callable[[DDPState, GradBucket], torch.futures.Future[torch.Tensor]]

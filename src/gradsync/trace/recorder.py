@@ -22,6 +22,7 @@ class StepRecord:
     exposed_s: float = 0.0  # time spent waiting with nothing to compute
     nbytes: int = 0  # payload this rank handed to collectives
     num_buckets: int = 0
+    sent_nbytes: int = 0  # what it put on a network for that, where the recorder was told
     held_up_by: str | None = None  # the parameter for which full buckets had to wait
     device: tuple[torch.cuda.Event, torch.cuda.Event] | None = field(default=None, repr=False)
 
@@ -54,11 +55,13 @@ class Recorder:
         nbytes: int,
         num_buckets: int,
         held_up_by: str | None,
+        sent_nbytes: int = 0,
     ) -> None:
         """The gradients are averaged: close the record."""
         now = time.perf_counter()
         waited = now - (self._wait_start if self._wait_start is not None else now)
-        record = StepRecord(step, now - self._last_end, 0.0, _union(spans), waited, nbytes, num_buckets, held_up_by)
+        step_s = now - self._last_end
+        record = StepRecord(step, step_s, 0.0, _union(spans), waited, nbytes, num_buckets, sent_nbytes, held_up_by)
         record.compute_s = record.step_s - waited
         if self._events is not None:
             self._events[1].record()
@@ -87,7 +90,7 @@ class Recorder:
         result: dict[str, float | int | str | None] = {"steps": self.count}
         for key in ("step_s", "compute_s", "comm_s", "exposed_s"):
             result[key] = median(getattr(record, key) for record in records) if records else 0.0
-        for key in ("nbytes", "num_buckets"):
+        for key in ("nbytes", "sent_nbytes", "num_buckets"):
             result[key] = int(median(getattr(record, key) for record in records)) if records else 0
         result["held_up_by"] = held_up.most_common(1)[0][0] if held_up else None
         result["held_up_steps"] = sum(held_up.values())

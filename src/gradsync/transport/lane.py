@@ -25,7 +25,8 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 import torch
@@ -62,12 +63,15 @@ class Lane:
         self.groups = groups
         self.liveness = liveness
         self.step = 0
+        self._dates = threading.local()
         self._guard = guard
         self._timeout = timeout
         self._under_way: deque[Ticket] = deque()  # oldest first: an error names the first bucket among them
         self._joining = threading.Lock()  # a thread of the exchange launches too
         self._couriers = [Courier()]
+        self._notice: Notice | None = None  # the last one
         self._house: list[Team] = []  # our team, where there is one
+        self.boards = True  # whether messages to all go by the team's boards, on which one must be read before the next
         self.has_library = True  # the C library, on every rank
         self.lacks = ""  # why there is no team though ranks share a host
         self.describe: Callable[[int], str] = lambda bucket: f"bucket {bucket}"
@@ -118,6 +122,21 @@ class Lane:
 
     # Launching
 
+    @property
+    def today(self) -> int:
+        """The step that a message launched now belongs to: by it ranks of one exchange know each other."""
+        date: int | None = getattr(self._dates, "step", None)
+        return self.step if date is None else date
+
+    @contextmanager
+    def dated(self, step: int) -> Iterator[None]:
+        """What this thread launches inside belongs to `step`, though the training loop may be further by now."""
+        before, self._dates.step = getattr(self._dates, "step", None), step
+        try:
+            yield
+        finally:
+            self._dates.step = before
+
     def launch(
         self, issue: Callable[[], dist.Work], what: str, nbytes: int, bucket: int = -1, on_host: bool = True
     ) -> Ticket:
@@ -150,8 +169,11 @@ class Lane:
 
     def tell_all(self, row: torch.Tensor, rows: torch.Tensor, what: str) -> Ticket:
         """Start filling `rows` with every rank's `row`, by the fastest way there is."""
-        if self.one_host and self._house[0].fits(row):
-            return self.follow(Notice(self._house[0], row, rows, what))
+        if self.boards and self.one_host and self._house[0].fits(row):
+            if self._notice is not None:
+                self.wait(self._notice)  # the boards hold one message: who sends the next has read the last
+            self._notice = Notice(self._house[0], row, rows, what)
+            return self.follow(self._notice)
         return self.launch(lambda: self.groups.control.gather(rows, row), what, row.numel())
 
     def exchange(self, mine: bytes, what: str = "the agreement between the ranks") -> list[bytes]:

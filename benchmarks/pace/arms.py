@@ -1,0 +1,116 @@
+"""The arms, as data: a name, how its replica is made, how many steps one turn of it takes.
+
+To add one, add a line to `PACES`. An arm that cannot be made fails alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+from torch.optim import Optimizer
+
+import gradsync as gs
+from gradsync.cli.story.model import Shape
+from gradsync.paces import Pace
+from slow_link.replica import Replica, ddp, plain
+
+BASE = "no sync"
+PEER = "DDP"
+EXACT = "every_step"
+NUM_RANKS = 2
+LINK = "100mbit"
+
+SHAPE = Shape(layers=4, width=128, heads=4, context=64, batch=4)  # 0.83 million parameters; slow_link's batch
+
+_TURN = 10  # steps, at least
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train.
+
+    Args:
+        make: Of a model and its optimizer, the replica.
+        window: Steps from one synchronization to the next; what is timed is whole windows.
+        stretch: It learns for so many times the steps of the others, over which its learning rate falls.
+        like: Another arm, whose steps take as long as its own.
+        by_clock: What it learns depends on how fast the link is, so it learns over the slow one.
+        learns: Whether it takes part in `learn`.
+    """
+
+    make: Callable[[nn.Module, Optimizer], Replica]
+    window: int = 1
+    stretch: float = 1.0
+    like: str | None = None
+    by_clock: bool = False
+    learns: bool = True
+
+    @property
+    def turn(self) -> int:
+        """Steps in a timed turn: whole windows.
+
+        >>> Arm(plain).turn, Arm(plain, window=8).turn, Arm(plain, window=50).turn
+        (10, 16, 50)
+        """
+        return -(-_TURN // self.window) * self.window
+
+
+def paced(model: nn.Module, optimizer: Optimizer, *, plan: gs.Plan) -> Replica:
+    """gradsync."""
+    sync = gs.attach(model, optimizer, plan)
+
+    def close() -> None:
+        finish(sync, optimizer)
+        sync.detach()
+
+    return Replica(model, model, optimizer, lambda: 0.0, close=close)
+
+
+def finish(sync: gs.GradSync, optimizer: Optimizer) -> None:
+    """What every loop ends with: bring to its end what is under way."""
+    while sync.drain():
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _arm(pace: Pace, window: int = 1, *, int4: bool = False, by_clock: bool = False) -> Arm:
+    plan = gs.Plan(pace=pace, compress=gs.int4() if int4 else None)
+    return Arm(partial(paced, plan=plan), window, by_clock=by_clock)
+
+
+_OUTER = gs.nesterov(0.7, 0.9)
+
+PACES: dict[str, Arm] = {
+    EXACT: _arm(gs.every_step()),
+    "accumulate(8)": _arm(gs.accumulate(8), 8),
+    "accumulate(50)": _arm(gs.accumulate(50), 50),
+    "local_sgd(8)": _arm(gs.local_sgd(8), 8),
+    "local_sgd(50)": _arm(gs.local_sgd(50), 50),
+    "diloco(8)": _arm(gs.diloco(8, _OUTER), 8),
+    "diloco(50)": _arm(gs.diloco(50, _OUTER), 50),
+    "diloco(50), int4": _arm(gs.diloco(50, _OUTER), 50, int4=True),
+    "diloco(50), streaming": _arm(gs.diloco(50, _OUTER, fragments=5, delay=2, mixing=0.5), 50),
+    "delayed(1)": _arm(gs.delayed(1)),
+    "async_sgd(0)": _arm(gs.async_sgd(0)),
+    "async_sgd(4)": _arm(gs.async_sgd(4), by_clock=True),
+    "gossip(ring)": _arm(gs.gossip("ring")),
+}
+
+
+def _longer(name: str, stretch: float) -> dict[str, Arm]:
+    arm = PACES[name]
+    return {f"{name}, {stretch:g} × the steps": Arm(arm.make, arm.window, stretch, like=name)}
+
+
+ARMS: dict[str, Arm] = {
+    BASE: Arm(plain, learns=False),
+    PEER: Arm(partial(ddp, view=True)),
+    **PACES,
+    # What a step less synchronized saves may be spent on more steps.
+    **_longer("accumulate(50)", 1.5),
+    **_longer("local_sgd(50)", 1.5),
+    **_longer("diloco(50)", 1.5),
+}

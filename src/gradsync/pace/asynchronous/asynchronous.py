@@ -1,0 +1,253 @@
+"""`async_sgd` as the training loop sees it: push after a backward, pull before a forward.
+
+    forward ─ backward ─ push ─ (step: nothing) ─ pull ─ forward ─ …      each rank at its own speed
+                          │                        ▲
+               gradients  ▼    every owner's shard │ parameters
+                         rank 0 ▒▒  rank 1 ▒▒  rank 2 ▒▒
+
+Every rank is a worker and owns a shard. A clock counts a worker's pushes; a read waits at the owners until the
+worker is at most `max_staleness` ahead of the slowest. An owner hears of every clock, since each push goes to every
+owner, be it empty.
+
+Phases of a life: made by all at once, then push and pull in turn on each rank, `drain` by all whenever all must
+hold the same, `leave` by who has no more data, `close` by all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from gradsync.errors import GradSyncError
+from gradsync.pace.asynchronous.freight import pack, unpack
+from gradsync.pace.asynchronous.inbox import Inbox
+from gradsync.pace.asynchronous.letter import Kind, Letter
+from gradsync.pace.asynchronous.owner import Owner, Read
+from gradsync.pace.asynchronous.post import Failure, Post, Take
+from gradsync.pace.asynchronous.settings import Settings
+from gradsync.pace.asynchronous.shard import Named, Shard, partition
+from gradsync.pace.asynchronous.vigil import Vigil
+from gradsync.transport.groups import Channel
+from gradsync.transport.lane import Lane
+
+_PERIOD_S = 1.0  # of keep-alives; far below any group's timeout
+
+
+class Asynchronous:
+    """The worker of this rank and, beside it, its shard.
+
+    Every rank makes it at once, with equal parameters and optimizer state; `channel` is gloo's and used by nobody
+    else. `timeout` bounds every wait, and the channel's own must be longer.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        channel: Channel,
+        parameters: Named,
+        optimizers: Sequence[Optimizer],
+        settings: Settings,
+        timeout: float,
+    ) -> None:
+        self._lane, self._parameters = lane, parameters
+        self._rank, size = lane.groups.rank, lane.groups.size
+        shares = partition([p.nbytes for _, p in parameters], size)
+        self._shares = [[parameters[index][1] for index in share] for share in shares]
+        names = [[parameters[index][0] for index in share] for share in shares]
+        mine = [parameters[index] for index in shares[self._rank]]
+        self._inbox = inbox = Inbox(size)
+        self._post = post = Post(channel, self._rank, size, min(_PERIOD_S, timeout / 8), lane.groups.wires)
+        self._owner = owner = Owner(Shard(mine, optimizers), size, settings, _answer(self._rank, inbox, post))
+        self._vigil = Vigil(lane, timeout, names, lambda: post.failure)
+        self._clock = 0
+        self._versions = [0] * size  # of each shard, as last read
+        self._has_read = True  # since its last push; all began with the same
+        self._is_level = True  # nobody has pushed since all met
+        self._live = True
+        self._distance = 0
+        self._waited_s = 0.0
+        # The threads know of the owner, the inbox and the post, not of us: they end with us.
+        self._end = weakref.finalize(self, post.abandon)
+        post.start(_clerk(owner, inbox, lane))
+
+    def push(self) -> None:
+        """After a backward: hand the gradients to their owners; they are None afterwards."""
+        what = "a push of gradients"
+        self._vigil.check(what)
+        if not self._live:
+            raise GradSyncError(f"{self._lane.place()} this rank pushed after leave(); call drain(rejoin=True) first")
+        if not self._has_read:
+            raise GradSyncError(
+                f"{self._lane.place()} this rank pushed twice without reading parameters in between, so its "
+                "staleness has no bound: run a forward between two backward passes, or add up their losses"
+            )
+        self._refuse_sparse()
+        self._clock += 1
+        self._has_read = self._is_level = False
+        freights = [pack([p.grad for p in share]) for share in self._shares]
+        for _, parameter in self._parameters:
+            parameter.grad = None
+        for owner, freight in enumerate(freights):
+            if owner != self._rank:
+                self._send(owner, Letter(Kind.PUSH, self._clock, self._versions[owner]), what, freight)
+        self._owner.note()
+        self._owner.push(self._rank, self._clock, self._versions[self._rank], freights[self._rank])
+
+    def pull(self) -> None:
+        """Before a forward: wait as `max_staleness` says, then take the newest parameters of all owners."""
+        reads = self._ask(Letter(Kind.PULL, self._clock), f"a read of parameters at clock {self._clock}")
+        self._distance = max(self._distance, self._clock - min(read.slowest for read in reads))
+
+    def drain(self, rejoin: bool = False) -> None:
+        """All ranks call this: all pushes are applied, all hold the same parameters, and clocks are level.
+
+        A worker that has left stays so, unless it asks to `rejoin`.
+        """
+        self._live = self._live or rejoin
+        reads = self._ask(Letter(Kind.DRAIN, self._clock, int(self._live)), "a drain")
+        self._clock = reads[0].slowest
+        self._is_level = True
+
+    def leave(self) -> None:
+        """This worker pushes no more, and nobody waits for it; its shard goes on serving until close."""
+        if self._live:
+            self._live = False
+            for owner in range(len(self._shares)):
+                if owner != self._rank:
+                    self._send(owner, Letter(Kind.LEAVE, self._clock), "leave()")
+            self._owner.note()
+            self._owner.leave(self._rank)
+
+    def stats(self) -> dict[str, float | int | str | None]:
+        """Of this worker: clock, distance and waits. Of its shard: version and staleness."""
+        return {
+            "clock": self._clock,
+            "clock_distance_max": self._distance,
+            "waited_s": self._waited_s,
+            **self._owner.stats(),
+        }
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """This rank's own shard, to be saved; right after a drain only."""
+        self._require_level("state()")
+        return self._owner.state(self._clock)
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """All ranks call this, each with what the same rank saved; all go on from there."""
+        self._require_level("load()")
+        self._clock = self._owner.load(state)
+        self.drain()
+
+    def restart(self) -> None:
+        """All parameters were made equal from outside: all ranks call this, and owners go on from them."""
+        self._require_level("restart()")
+        self._owner.put([p.detach() for p in self._shares[self._rank]])
+
+    def close(self, together: bool = True) -> None:
+        """End the threads. `together` if all ranks come to this: then it is a last drain; otherwise after an error."""
+        try:
+            if together and self._end.alive and len(self._shares) > 1:
+                self.drain()
+                self._post.say_goodbye()
+                self._vigil.wait(self._post.all_gone, "the end of async_sgd", list)
+        finally:
+            self._end()
+
+    def _ask(self, letter: Letter, what: str) -> list[Read]:
+        """Ask all owners, wait for all answers, and take over the parameters."""
+        self._inbox.empty()
+        start = time.monotonic()
+        for owner in range(len(self._shares)):
+            if owner != self._rank:
+                self._send(owner, letter, what)
+        if letter.kind is Kind.PULL:
+            self._owner.pull(self._rank, letter.clock)
+        else:
+            self._owner.drain(self._rank, letter.clock, bool(letter.version))
+        self._vigil.wait(self._inbox.full, what, self._holding_up)
+        self._waited_s += time.monotonic() - start
+        reads = self._inbox.reads()
+        with torch.no_grad():
+            for share, read in zip(self._shares, reads, strict=True):
+                for parameter, value in zip(share, unpack(read.freight, share), strict=True):
+                    assert value is not None, "an owner packs all of its masters"
+                    parameter.copy_(value)
+        self._versions = [read.version for read in reads]
+        self._has_read = True
+        return reads
+
+    def _send(self, owner: int, letter: Letter, what: str, freight: torch.Tensor | None = None) -> None:
+        try:
+            self._post.send(owner, letter, freight)
+        except RuntimeError as error:
+            self._vigil.fail(what, Failure(error, ours=False))
+
+    def _holding_up(self) -> list[int]:
+        others = [rank for rank in self._owner.holding_up() if rank != self._rank]
+        return others or self._inbox.missing()
+
+    def _refuse_sparse(self) -> None:
+        for name, parameter in self._parameters:
+            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                raise TypeError(
+                    f"async_sgd sends dense gradients, but that of {name!r} is sparse; make the embedding with "
+                    "sparse=False"
+                )
+
+    def _require_level(self, call: str) -> None:
+        if not self._is_level:
+            raise GradSyncError(
+                f"{self._lane.place()} {call} needs all ranks at one clock, but this one has pushed since they met: "
+                "call drain() on all ranks first"
+            )
+
+
+# Not methods: the threads must not keep the training loop's end alive.
+
+
+def _answer(rank: int, inbox: Inbox, post: Post) -> Callable[[int, Read], None]:
+    """What an owner does to answer."""
+
+    def answer(worker: int, read: Read) -> None:
+        if worker == rank:
+            inbox.put(rank, read)
+            return
+        with contextlib.suppress(RuntimeError):  # it is gone: whoever waits learns it from the beats
+            post.send(worker, Letter(Kind.PARAMETERS, 0, read.version, read.slowest), read.freight)
+
+    return answer
+
+
+def _clerk(owner: Owner, inbox: Inbox, lane: Lane) -> Take:
+    """What the receiver thread does with a letter."""
+
+    def take(source: int, letter: Letter, freight: torch.Tensor | None) -> None:
+        try:
+            handle(source, letter, freight)
+        except Exception:
+            lane.fail()  # this shard answers no more: nobody shall wait for it
+            raise
+
+    def handle(source: int, letter: Letter, freight: torch.Tensor | None) -> None:
+        if letter.kind is Kind.PARAMETERS:
+            inbox.put(source, Read(letter.version, letter.slowest, _whole(freight)))
+        elif letter.kind is Kind.PUSH:
+            owner.push(source, letter.clock, letter.version, _whole(freight))
+        elif letter.kind is Kind.PULL:
+            owner.pull(source, letter.clock)
+        elif letter.kind is Kind.DRAIN:
+            owner.drain(source, letter.clock, bool(letter.version))
+        elif letter.kind is Kind.LEAVE:
+            owner.leave(source)
+
+    return take
+
+
+def _whole(freight: torch.Tensor | None) -> torch.Tensor:
+    """A shard without parameters has nothing to send."""
+    return torch.empty(0, dtype=torch.uint8) if freight is None else freight

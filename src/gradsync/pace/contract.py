@@ -1,0 +1,159 @@
+"""What every pace is: what happens after a backward, before and after a step; what it stores, how it is saved.
+
+    before_forward ─▶ forward ─▶ before_backward ─▶ backward ─▶ after_backward ─▶ optimizer.step ─▶ after_step
+                                                                (.grad holds what the optimizer is to apply;
+                                                                 None: it applies nothing)
+
+Note [The clock]
+    Counts backwards, not calls of `optimizer.step()`: a GradScaler that finds an infinity calls none, on this rank
+    only, and ranks would lose count. So what is due after a step happens after it if there is one, and otherwise
+    before the next forward.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import count
+from typing import NamedTuple, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from gradsync.exchange.exact import Exact
+from gradsync.exchange.shipping import Shipping
+from gradsync.guard.calls import Call
+from gradsync.policy import Guard
+from gradsync.trace import Recorder
+from gradsync.transport.lane import Lane
+
+State = dict[str, torch.Tensor]
+Stats = dict[str, float | int | str | None]
+
+
+class Travellers(Protocol):
+    """The model's buffers, which go from one rank to all with every synchronization."""
+
+    def tensors(self) -> list[torch.Tensor]: ...
+    def launch(self, lane: Lane, source: int) -> None: ...
+    def finish(self, lane: Lane) -> None: ...
+
+
+class Site(NamedTuple):
+    """What a pace works on; the same on every rank."""
+
+    lane: Lane
+    exact: Exact
+    shipping: Shipping
+    parameters: Sequence[tuple[str, torch.nn.Parameter]]
+    optimizers: Sequence[Optimizer]
+    buffers: Travellers
+    guard: Guard
+    bucket_bytes: int | None
+    num_marks: int  # parameters that the header counts
+    indices: count[int]  # for parcels
+    recorder: Recorder
+
+
+class Saved(NamedTuple):
+    """What a pace stores: equal on all ranks, and this rank's own."""
+
+    shared: State
+    own: State
+
+
+class Held(NamedTuple):
+    """Gradients of an open window, out of sight."""
+
+    backwards: int  # since it began
+    hidden: State
+
+
+class Pace(ABC):
+    """A pace at work. The engine calls it; all ranks call the same, in the same order."""
+
+    engine_averages = False  # gradients, in the backward for which `after_backward` says so
+    replicas_differ = False  # between synchronizations, by design
+    k = 1  # micro-batches in a mean of gradients
+    per_batch = 1  # backward calls in a micro-batch
+    backwards = 0  # in the window that is open
+    dropped = False  # whether its last average came to nothing on every rank
+
+    @property
+    def streams(self) -> bool:
+        """Whether the engine averages the gradients of the next backward, while it runs."""
+        return False
+
+    def before_forward(self) -> None:  # noqa: B027 (most paces do nothing here)
+        """A forward with gradients begins."""
+
+    def before_backward(self) -> None:  # noqa: B027
+        """A backward begins; what stands in `.grad` will be added to."""
+
+    @abstractmethod
+    def after_backward(self, count: int, aborted: bool) -> bool:
+        """So many backwards have ended, `aborted` if by an exception. True: the engine averages gradients now."""
+
+    def put_away(self) -> None:  # noqa: B027
+        """A backward ended without a gradient: hide again what was shown before it."""
+
+    def averaged(self) -> None:  # noqa: B027
+        """The engine has averaged the gradients, or dropped them."""
+
+    def before_step(self) -> None:  # noqa: B027
+        """An optimizer is about to step; called from inside its `step()`."""
+
+    def after_step(self, optimizer: Optimizer) -> None:  # noqa: B027
+        """An optimizer has stepped."""
+
+    def before_meeting(self, call: Call) -> None:  # noqa: B027
+        """All ranks are about to do something together that is not the pace's own: broadcast, load, detach."""
+
+    def drain(self) -> bool:
+        """Bring to an end what is under way. True: `.grad` holds something for one more step."""
+        return False
+
+    @property
+    def mid_window(self) -> bool:
+        """Whether `step()` would find nothing now, or replicas differ now: no place for a plain checkpoint."""
+        return False
+
+    def describe(self, bucket: int) -> str:
+        """What travels under this number, for people."""
+        return f"bucket {bucket}"
+
+    def stats(self) -> Stats:
+        """What it measured."""
+        return {}
+
+    @property
+    def micro_batches(self) -> int:
+        """How many micro-batches the window holds now, the last one perhaps begun only."""
+        return 1
+
+    def held(self) -> Held:
+        """What a window in the middle must not lose over a checkpoint; kept apart, for a saver may leave it out."""
+        return Held(0, {})
+
+    def has_room_for(self, backwards: int) -> bool:
+        """Whether a window of this pace is still open after so many."""
+        return backwards == 0
+
+    def hold(self, held: Held) -> None:  # noqa: B027
+        """Go on in that window."""
+
+    def settle(self) -> None:  # noqa: B027
+        """Wait for what is under way, and keep it; start nothing."""
+
+    def state(self) -> Saved:
+        """Copies of what it stores. May wait for what is under way, starts nothing."""
+        return Saved({}, {})
+
+    def load(self, saved: Saved) -> None:  # noqa: B027
+        """Continue from it; every rank calls this at once."""
+
+    def reset(self) -> None:  # noqa: B027
+        """Parameters were made equal from outside: begin from them."""
+
+    def close(self) -> None:  # noqa: B027
+        """Leave; nothing may stay hidden."""

@@ -1,0 +1,148 @@
+"""A fragment: some of the parameters, their global values, and the exchange of what the ranks changed.
+
+    p  each rank's own      ──── w − p ───▶  Σ (w − p) / n  ───▶  w, b     all ranks' alike
+                             depart (clock)      land              merge ───▶  p
+
+`w` and the momentum `b` are of the parameter's type, and fp32 where that has 16 bits; so is what travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+
+from gradsync.exchange.fleet import Cargo, Fleet
+from gradsync.pace.contract import Site, State
+from gradsync.pace.passage import Passage, arrive, confirm, depart
+from gradsync.paces import Nesterov
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Fragment:
+    """Synchronizes its parameters; when, its owner says. At most one exchange is under way."""
+
+    def __init__(self, site: Site, named: Sequence[tuple[str, torch.nn.Parameter]], outer: Nesterov) -> None:
+        """Every rank makes it at once, with equal parameters."""
+        self._site = site
+        self._outer = outer
+        self._params = [param for _, param in named]
+        self._w = [_wide(param) for param in self._params]
+        self._b = [torch.zeros_like(w) for w in self._w] if outer.momentum else []
+        cargo = [Cargo(name, w) for (name, _), w in zip(named, self._w, strict=True)]
+        self.fleet = Fleet(cargo, site.exact, site.shipping, site.indices, site.bucket_bytes)
+        self.departed_at: int | None = None  # the clock when the exchange under way began
+        self.synchronized_at = 0  # the clock up to which w knows of our steps
+        self.equal_at = 0  # the clock at which p was w
+        self._passage: Passage | None = None  # None though under way: it has landed, and waits to be merged
+
+    @torch.no_grad()
+    def depart(self, clock: int) -> None:
+        """Send what changed. Buffers do not wait for `merge`: rank 0's own would go back to where they were."""
+        ship, lane = self.fleet.ships[0], self._site.lane
+        for view, w, param in zip(ship.views, self._w, self._params, strict=True):
+            torch.sub(w, param, out=view).div_(lane.groups.size)
+        self.departed_at = clock
+        self._passage = depart(self._site, self.fleet, ship, with_buffers=True, clock=clock)
+        if self._site.buffers.tensors():
+            confirm(self._site, self._passage)
+            self._site.buffers.finish(lane)
+
+    def land(self) -> None:
+        """Wait until it is back."""
+        if self._passage is not None:
+            arrive(self._site, self.fleet, self._passage)
+            self._passage = None
+
+    def forget(self) -> None:
+        """Let what is under way come to nothing: w has not changed, so p − w still holds all of it."""
+        self.land()
+        self.departed_at = None
+
+    @torch.no_grad()
+    def merge(self, clock: int, mixing: float) -> None:
+        """The outer step, and what it makes of p."""
+        assert self.departed_at is not None
+        departed_at, self.departed_at = self.departed_at, None
+        if self._passage is not None:
+            passage, self._passage = self._passage, None
+            arrive(self._site, self.fleet, passage)
+        self._step()
+        self.synchronized_at = departed_at
+        if mixing == 0:
+            self.return_to_global(clock)
+        elif mixing < 1:
+            for param, w in zip(self._params, self._w, strict=True):
+                param.copy_(mixing * param.to(w.dtype) + (1 - mixing) * w)
+
+    def _step(self) -> None:
+        lr, momentum = self._outer.lr, self._outer.momentum
+        for i, (w, delta) in enumerate(zip(self._w, self.fleet.ships[0].views, strict=True)):
+            if momentum:
+                b = self._b[i].mul_(momentum).add_(delta)
+                w.sub_(lr * (delta + momentum * b))
+            else:
+                w.sub_(lr * delta)
+
+    @torch.no_grad()
+    def return_to_global(self, clock: int) -> None:
+        """p ← w."""
+        for param, w in zip(self._params, self._w, strict=True):
+            param.copy_(w)
+        self.synchronized_at = self.equal_at = clock
+
+    def reset(self, clock: int) -> None:
+        """w ← p, which is equal on all ranks; and no momentum."""
+        self.forget()
+        for w, param in zip(self._w, self._params, strict=True):
+            w.copy_(param.detach())
+        for b in self._b:
+            b.zero_()
+        self.synchronized_at = self.equal_at = clock
+
+    def state(self, in_flight: bool) -> State:
+        """Its tensors, by parameter; with `in_flight` also what has landed, zeros if nothing has."""
+        self.land()
+        state: State = {}
+        for i, (name, view) in enumerate(zip(self.fleet.names, self.fleet.ships[0].views, strict=True)):
+            state[f"global.{name}"] = self._w[i].clone()
+            if self._b:
+                state[f"momentum.{name}"] = self._b[i].clone()
+            if in_flight:
+                state[f"landed.{name}"] = view.clone() if self.departed_at is not None else torch.zeros_like(view)
+        return state
+
+    def load(self, state: State) -> None:
+        """Continue from it; what is not in it is zero."""
+        views = self.fleet.ships[0].views
+        for i, name in enumerate(self.fleet.names):
+            self._w[i].copy_(state[f"global.{name}"])
+            if self._b:
+                self._b[i].copy_(state.get(f"momentum.{name}", torch.zeros(())))
+            views[i].copy_(state.get(f"landed.{name}", torch.zeros(())))
+
+
+def cut(nbytes: Sequence[int], num_parts: int) -> list[range]:
+    """Where a row of tensors of these sizes falls into parts that follow each other and are about equally large.
+
+    None is empty as long as there are tensors.
+
+    >>> cut([4, 4, 4, 12], 2)
+    [range(0, 3), range(3, 4)]
+    >>> cut([8, 8], 3)
+    [range(0, 1), range(1, 2), range(2, 2)]
+    """
+    ends = [0, *accumulate(nbytes)]
+    full = min(num_parts, len(nbytes))
+    cuts = [0]
+    for part in range(1, full):
+        candidates = range(cuts[-1] + 1, len(nbytes) - (full - part) + 1)
+        cuts.append(min(candidates, key=lambda at: abs(ends[at] * full - part * ends[-1])))
+    cuts += [len(nbytes)] * (num_parts + 1 - len(cuts))
+    return [range(begin, end) for begin, end in pairwise(cuts)]
+
+
+def _wide(param: torch.nn.Parameter) -> torch.Tensor:
+    return param.detach().to(torch.float32 if param.dtype in _HALF else param.dtype, copy=True)

@@ -1,0 +1,47 @@
+"""Which parameters travel where parameters do: those that required a gradient at attach. Nobody changes the others."""
+
+from __future__ import annotations
+
+import warnings
+
+from gradsync.errors import GradSyncError
+from gradsync.pace.contract import Site, State
+from gradsync.pace.means import level
+
+
+class Trained:
+    """The trained parameters by name, and a look at those that are not to become one."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._lane = site.lane
+        self.named = [(name, param) for name, param in site.parameters if param.requires_grad]
+        self.params = [param for _, param in self.named]
+        self._frozen = [(name, param) for name, param in site.parameters if not param.requires_grad]
+
+    def check(self) -> None:
+        """Raise if one was thawed: it would change here, and never travel."""
+        for name, param in self._frozen:
+            if param.requires_grad:
+                raise GradSyncError(
+                    f"{self._lane.place()} parameter {name} was frozen at attach and requires a gradient now, so it "
+                    "would not be averaged; call sync.detach() before you thaw it, and attach again after"
+                )
+
+    def drop_gradients(self) -> None:
+        """The next step applies nothing."""
+        for param in self.params:
+            param.grad = None
+
+    def level(self) -> None:
+        """Make them equal on all ranks: their mean. Every rank calls this at once."""
+        level(self._site, self.params)
+
+    def warn_of_another(self, kind: str, shared: State) -> None:
+        """This state is not of a pace of this kind, or of other parameters; an empty one is of no pace at all."""
+        if shared and self._lane.groups.rank == 0:
+            warnings.warn(
+                f"{self._lane.place()} this state was saved by another pace than {kind}, or with other parameters "
+                f"frozen ({min(shared)} is in it): {kind} begins anew, from the mean of the ranks' parameters",
+                stacklevel=6,
+            )

@@ -1,0 +1,102 @@
+"""Delayed averages and a GradScaler: the scale travels with the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_delayed import _weights
+from test_delayed_stories import Fails, _scalar
+from torch import nn
+from torch.amp import GradScaler
+
+import gradsync as gs
+
+
+def with_scaler(scales: list[float]) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = GradScaler("cpu", init_scale=1.0, enabled=bool(scales))
+    sync = gs.attach(model, optimizer, gs.Plan(pace=gs.delayed(2)), scaler=scaler)
+    for step in range(6):
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        scaler.scale(model(torch.randn(5, 8, generator=generator)).square().mean()).backward()
+        if not sync.mid_window:
+            scaler.step(optimizer)
+            scaler.update(scales.pop() if scales else None)
+        optimizer.zero_grad()
+    while sync.drain():
+        scaler.step(optimizer)
+        scaler.update(scales.pop() if scales else None)
+    sync.detach()
+    return _weights(model)
+
+
+def test_with_a_changing_scale_it_equals_the_run_without(run: Callable[..., Any]) -> None:
+    unscaled = run(with_scaler, [])
+    scaled = run(with_scaler, [2.0, 256.0, 0.25, 64.0, 1.0, 8.0])
+    assert torch.equal(scaled[0], unscaled[0])
+    assert torch.equal(scaled[0], scaled[1])
+
+
+def unknown_scaler(given: bool) -> str:
+    model, optimizer, sync = _scalar(1, scaler=GradScaler("cpu") if given else None)
+    scaler = GradScaler("cpu")
+    for _ in range(2):
+        scaler.scale(model(1.0)).backward()
+    with pytest.raises(gs.GradSyncError) as refusal:
+        scaler.step(optimizer)
+    assert model.weight.item() == 0
+    sync.detach()
+    return str(refusal.value)
+
+
+def test_an_unknown_scaler_is_refused(run: Callable[..., Any]) -> None:
+    assert "gs.attach(model, optimizer, plan, scaler=scaler)" in run(unknown_scaler, False)[0]
+    assert "was given another one" in run(unknown_scaler, True, ranks=1)[0]
+
+
+def unlike_scales() -> None:
+    scaler = GradScaler("cpu", init_scale=2.0 ** (3 + dist.get_rank()))
+    model, _, _ = _scalar(1, scaler=scaler)
+    scaler.scale(model(1.0)).backward()
+    with pytest.raises(gs.Disagreement, match="GradScaler of rank 1 has scale 16 and that of rank 0 8"):
+        scaler.scale(model(1.0)).backward()
+
+
+def test_ranks_that_scale_differently_find_out(run: Callable[..., Any]) -> None:
+    run(unlike_scales)
+
+
+def skip_a_step_that_is_owed() -> None:
+    scaler = GradScaler("cpu", init_scale=2.0)
+    model, optimizer, sync = _scalar(1, scaler=scaler)
+    scaler.scale(model(1.0)).backward()
+    assert sync.mid_window
+    loss = model(1.0)
+    if dist.get_rank() == 1:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            scaler.scale(Fails.apply(loss) + 0 * model.other).backward()
+        with pytest.raises(gs.GradSyncError, match="after a backward that raised too"):
+            model(1.0)
+    else:
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        assert model.weight.item() == -1
+
+
+def test_a_rank_cannot_skip_a_scaled_step_that_the_others_take(run: Callable[..., Any]) -> None:
+    run(skip_a_step_that_is_owed)
+
+
+def test_what_is_no_scaler_is_refused(run: Callable[..., Any]) -> None:
+    run(give_something_else, ranks=1)
+
+
+def give_something_else() -> None:
+    with pytest.raises(TypeError, match=r"scaler must be a torch.amp.GradScaler, got 65536"):
+        _scalar(1, scaler=65536)
