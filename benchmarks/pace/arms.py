@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 import gradsync as gs
-from gradsync.cli.story.model import Shape
 from gradsync.paces import Pace
+from slow_link.model import SIZES
 from slow_link.replica import Replica, ddp, plain
 
 BASE = "no sync"
@@ -23,7 +23,7 @@ EXACT = "every_step"
 NUM_RANKS = 2
 LINK = "100mbit"
 
-SHAPE = Shape(layers=4, width=128, heads=4, context=64, batch=4)  # 0.83 million parameters; slow_link's batch
+SHAPE = SIZES["small"]  # 1.8 million parameters
 
 _TURN = 10  # steps, at least
 
@@ -37,7 +37,6 @@ class Arm:
         window: Steps from one synchronization to the next; what is timed is whole windows.
         stretch: It learns for so many times the steps of the others, over which its learning rate falls.
         like: Another arm, whose steps take as long as its own.
-        by_clock: What it learns depends on how fast the link is, so it learns over the slow one.
         learns: Whether it takes part in `learn`.
     """
 
@@ -45,7 +44,6 @@ class Arm:
     window: int = 1
     stretch: float = 1.0
     like: str | None = None
-    by_clock: bool = False
     learns: bool = True
 
     @property
@@ -76,26 +74,23 @@ def finish(sync: gs.GradSync, optimizer: Optimizer) -> None:
         optimizer.zero_grad()
 
 
-def _arm(pace: Pace, window: int = 1, *, int4: bool = False, by_clock: bool = False) -> Arm:
+def _arm(pace: Pace, window: int = 1, *, int4: bool = False) -> Arm:
     plan = gs.Plan(pace=pace, compress=gs.int4() if int4 else None)
-    return Arm(partial(paced, plan=plan), window, by_clock=by_clock)
+    return Arm(partial(paced, plan=plan), window)
 
 
 _OUTER = gs.nesterov(0.7, 0.9)
 
 PACES: dict[str, Arm] = {
     EXACT: _arm(gs.every_step()),
-    "accumulate(8)": _arm(gs.accumulate(8), 8),
     "accumulate(50)": _arm(gs.accumulate(50), 50),
-    "local_sgd(8)": _arm(gs.local_sgd(8), 8),
     "local_sgd(50)": _arm(gs.local_sgd(50), 50),
-    "diloco(8)": _arm(gs.diloco(8, _OUTER), 8),
     "diloco(50)": _arm(gs.diloco(50, _OUTER), 50),
     "diloco(50), int4": _arm(gs.diloco(50, _OUTER), 50, int4=True),
     "diloco(50), streaming": _arm(gs.diloco(50, _OUTER, fragments=5, delay=2, mixing=0.5), 50),
     "delayed(1)": _arm(gs.delayed(1)),
     "async_sgd(0)": _arm(gs.async_sgd(0)),
-    "async_sgd(4)": _arm(gs.async_sgd(4), by_clock=True),
+    "async_sgd(4)": _arm(gs.async_sgd(4)),
     "gossip(ring)": _arm(gs.gossip("ring")),
 }
 
@@ -110,7 +105,6 @@ ARMS: dict[str, Arm] = {
     PEER: Arm(partial(ddp, view=True)),
     **PACES,
     # What a step less synchronized saves may be spent on more steps.
-    **_longer("accumulate(50)", 1.5),
     **_longer("local_sgd(50)", 1.5),
     **_longer("diloco(50)", 1.5),
 }

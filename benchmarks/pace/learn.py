@@ -1,7 +1,7 @@
 """Part 1: what a pace does to learning. Two real ranks, one cell (arm and seed) at a time.
 
-On loopback, where steps are cheap: seconds and bytes come from part 2. Only what depends on the clock itself, who is
-how late, is learned over the slow link.
+On loopback, where steps are cheap: seconds and bytes come from part 2. What `async_sgd` learns depends on the clock
+itself, on who is how late; here both ranks are about equally fast.
 
     every 50 steps   rank 0's parameters ──▶ both ranks, each reads its half of the held-out text
     at the end       sync.drain() first: what a user would save
@@ -20,10 +20,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-import gradsync as gs
 from gradsync.ranks import RankPool
-from netlab.lab import Lab
-from pace.arms import ARMS, LINK, NUM_RANKS, SHAPE
+from pace.arms import ARMS, NUM_RANKS, SHAPE
 from slow_link import data
 from slow_link.loss import LAST, Task
 from slow_link.model import build, digest, evaluate, optimizer_of
@@ -33,19 +31,13 @@ _TIMEOUT_S = 3600.0
 
 def learn(pool: RankPool, arm: str, seed: int, steps: int) -> dict[str, Any]:
     """One cell: the curves, and what they end in."""
-    link = LINK if ARMS[arm].by_clock else None
-    if link is None:
-        by_rank = pool.run(play, arm, seed, steps, timeout=_TIMEOUT_S)
-    else:
-        with Lab(hosts=NUM_RANKS, rate=link) as lab:
-            by_rank = lab.spawn(play, 1, arm, seed, steps, timeout=_TIMEOUT_S)
+    by_rank = pool.run(play, arm, seed, steps, timeout=_TIMEOUT_S)
     train = [mean(same) for same in zip(*(rank["train"] for rank in by_rank), strict=True)]
     held_out = [mean(same) for same in zip(*(rank["held_out"] for rank in by_rank), strict=True)]
     looks = list(task_of(arm, steps).looks())
     begins = [0, *looks]
     return {
         "seed": seed,
-        "link": link or "loopback",
         "text": data.read().digest,
         "replicas_end_equal": len({rank["weights"] for rank in by_rank}) == 1,
         "final_held_out": round(held_out[-1], 5),
@@ -63,8 +55,6 @@ def task_of(arm: str, steps: int) -> Task:
 def play(arm: str, seed: int, steps: int) -> dict[str, Any]:
     """One rank's curves."""
     torch.set_num_threads(1)
-    if not dist.is_initialized():  # a pool has made its group, a lab has not
-        gs.init(timeout=300)
     rank, task = dist.get_rank(), task_of(arm, steps)
     model, twin = build(SHAPE, seed), build(SHAPE, seed)
     replica = ARMS[arm].make(model, optimizer_of(model))
@@ -81,8 +71,6 @@ def play(arm: str, seed: int, steps: int) -> dict[str, Any]:
         if step + 1 in looks:
             held_out.append(_look(model, twin, unseen))
     weights = digest(model)
-    dist.barrier()
-    dist.destroy_process_group()
     return {"train": train, "held_out": held_out, "weights": weights}
 
 

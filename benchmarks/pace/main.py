@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     seeds = argparse.ArgumentParser(add_help=False)
     seeds.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     learned = parts.add_parser("learn", parents=[common, seeds], help="what is learned, step by step")
-    learned.add_argument("--steps", type=int, default=1000)
+    learned.add_argument("--steps", type=int, default=500)
     learned.set_defaults(run=learn)
     timed = parts.add_parser("steps", parents=[common], help="seconds and bytes of a step")
     timed.add_argument("--rate", nargs="+", default=RATES, help="100mbit, 1gbit, none")
