@@ -46,7 +46,7 @@ def check_other_states() -> None:
     outer.model.load_state_dict(local.model.state_dict())
     said = heard(lambda: outer.sync.load_state_dict(local.sync.state_dict()))
     assert len(said) == (outer.rank == 0)
-    assert not said or "another pace than diloco" in said[0]
+    assert not said or "this plan's is diloco" in said[0]
     assert outer.values == [-5, -8]
     assert not outer.sync.mid_window
     outer.steps(1)

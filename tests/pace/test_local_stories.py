@@ -160,7 +160,7 @@ def check_other_states() -> None:
     exact.model.load_state_dict(outer.model.state_dict())
     said = heard(lambda: exact.sync.load_state_dict(outer.sync.state_dict()))
     assert len(said) == (exact.rank == 0)
-    assert not said or "another pace than local_sgd" in said[0]
+    assert not said or "this plan's is local_sgd" in said[0]
     assert exact.values == [-5, -8]
     for each in (exact, packed, outer):
         each.sync.detach()

@@ -125,7 +125,7 @@ def test_closing_brings_everything_back() -> None:
     them = parameters(1.0)
     window = Window(gs.accumulate(3), them)
     window.after_backward(1, aborted=False)
-    window.close()
+    window.close(together=True)
     assert grads(them) == [1.0]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from gradsync import paces
 from gradsync.compress import recipes
 from gradsync.engine.checkpoint import (
     Part,
@@ -35,6 +36,7 @@ class Keeper:
     def __init__(self, plan: Plan, steps: Steps) -> None:
         self._steps = steps
         self._pace = steps.pace
+        self._kind: str = paces.canonical(plan.pace)["kind"]
         self._reducer = steps.reducer
         self._lane = steps.reducer.lane
         self._shapes = {entry.name: tuple(entry.param.shape) for entry in steps.reducer.entries}
@@ -80,7 +82,7 @@ class Keeper:
             self._continue(taken, goes_on)
             self._pace.load(PaceState(taken.pace, _own(taken, self._lane.groups.rank) if hand.whole else {}))
         if self._lane.groups.rank == 0:  # all ranks see the same
-            for change in (*changes(taken, hand, self._recipe), *self._changes(taken.shared, goes_on)):
+            for change in (*changes(taken, hand, self._recipe), *self._changes(taken, goes_on)):
                 warnings.warn(f"{self._lane.place()} {change}", stacklevel=3)
 
     def _continue(self, taken: Saved, goes_on: bool) -> None:
@@ -92,8 +94,14 @@ class Keeper:
         self._pace.hold(Held(shared.backwards, parts[0].hidden) if goes_on else Held(0, {}))
         self._lane.step = shared.step
 
-    def _changes(self, shared: Shared, goes_on: bool) -> Iterator[str]:
+    def _changes(self, taken: Saved, goes_on: bool) -> Iterator[str]:
         """What else is not as it was."""
+        shared, stored = taken.shared, {key.partition(".")[0] for key in taken.pace}
+        if stored - {self._kind}:
+            yield (
+                f"this state was saved with pace {min(stored)}, and this plan's is {self._kind}: what that one kept is "
+                "lost (averages under way, global parameters and their momentum), and this one begins anew"
+            )
         if shared.backwards and not goes_on:
             yield (
                 f"this state was saved inside a window of accumulate(k), {shared.backwards} backward calls after its "

@@ -282,10 +282,9 @@ class Steps:
             self.active = self.vote(active=True)
 
     def close(self) -> None:
-        """Take the hooks off, and bring hidden gradients back."""
+        """Take the hooks off."""
         if self._hooks is not None:
             self._hooks.remove()
-        self.pace.close()
 
     @contextmanager
     def failing(self) -> Iterator[None]:

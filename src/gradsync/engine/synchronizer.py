@@ -198,10 +198,11 @@ class GradSync:
             return
         self._attached = False
         self._steps.close()
+        together = not self._steps.failed and self._said_goodbye()
+        self._steps.pace.close(together)
         for entry in self._reducer.entries:
             if entry.param.grad is not None and entry.param.grad._is_view():
                 entry.param.grad = entry.param.grad.clone()
-        together = not self._steps.failed and self._said_goodbye()
         self._lane.close(together)
 
     def _refuse_if_detached(self) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch.distributed as dist
 
 from gradsync.errors import GradSyncError
-from gradsync.pace.asynchronous import Asynchronous, Settings
+from gradsync.pace.asynchronous import Asynchronous
 from gradsync.pace.contract import Pace, Saved, Site, Stats
 from gradsync.paces import AsyncSGD
 from gradsync.transport.lane import NET_S
@@ -24,9 +26,7 @@ class Async(Pace):
         groups.add_part(parent, _CHANNEL, list(range(groups.size)), "cpu", timeout + NET_S)
         trained = [(name, param) for name, param in site.parameters if param.requires_grad]
         self._lane, self._trained = site.lane, trained
-        self._workers = Asynchronous(
-            site.lane, groups.data[_CHANNEL], trained, site.optimizers, _settings(pace), timeout
-        )
+        self._workers = Asynchronous(site.lane, groups.data[_CHANNEL], trained, site.optimizers, pace, timeout)
         self._has_pushed = False  # since the last read
         self._is_level = True  # nobody has pushed since all met
 
@@ -51,11 +51,13 @@ class Async(Pace):
             for _, param in self._trained:
                 param.grad = None
         self._workers.push()
+        self._lane.step = self._workers.clock
         self._has_pushed, self._is_level = True, False
         return False
 
     def drain(self) -> bool:
         self._workers.drain()
+        self._lane.step = self._workers.clock
         self._has_pushed, self._is_level = False, True
         return False
 
@@ -75,9 +77,6 @@ class Async(Pace):
         self._workers.restart()
         self._has_pushed, self._is_level = False, True
 
-    def close(self) -> None:
-        self._workers.close()
-
-
-def _settings(pace: AsyncSGD) -> Settings:
-    return Settings(pace.max_staleness, pace.compensate, pace.scale)
+    def close(self, together: bool) -> None:
+        with contextlib.suppress(GradSyncError):  # a rank that is gone now can spoil nothing any more
+            self._workers.close(together)

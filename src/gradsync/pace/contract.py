@@ -155,5 +155,5 @@ class Pace(ABC):
     def reset(self) -> None:  # noqa: B027
         """Parameters were made equal from outside: begin from them."""
 
-    def close(self) -> None:  # noqa: B027
-        """Leave; nothing may stay hidden."""
+    def close(self, together: bool) -> None:  # noqa: B027
+        """Leave; nothing may stay hidden. `together` if all ranks came to this."""

@@ -191,13 +191,13 @@ class Late(Pace):
     def state(self) -> Saved:
         self.settle()
         numbers = {"clock": self._clock, "waiting": len(self._averages), "filling": int(self._filling)}
-        shared = {key: torch.tensor(number) for key, number in numbers.items()}
+        shared = {f"delayed.{key}": torch.tensor(number) for key, number in numbers.items()}
         # As many as there can be, whatever there is: shapes say nothing of values.
         nothing = Average([torch.zeros_like(param.detach()) for param in self._params], 1.0)
         for slot in range(max(self._delay, len(self._averages))):
             average = self._averages[slot] if slot < len(self._averages) else nothing
             for key, tensor in average.state(self._fleet.names).items():
-                shared[f"average{slot}.{key}"] = tensor
+                shared[f"delayed.average{slot}.{key}"] = tensor
         return Saved(shared, {})
 
     def load(self, saved: Saved) -> None:
@@ -206,10 +206,11 @@ class Late(Pace):
         self._fleet.enlist()
         self._owed.clear()
         self._begun = False
-        self._clock = int(saved.shared.get("clock", torch.tensor(0)))
-        self._filling = bool(saved.shared.get("filling", torch.tensor(0)))
-        for slot in range(int(saved.shared.get("waiting", torch.tensor(0)))):
-            self._averages.append(Average.from_state(_below(saved.shared, f"average{slot}."), self._site))
+        state = _below(saved.shared, "delayed.")
+        self._clock = int(state.get("clock", torch.tensor(0)))
+        self._filling = bool(state.get("filling", torch.tensor(0)))
+        for slot in range(int(state.get("waiting", torch.tensor(0)))):
+            self._averages.append(Average.from_state(_below(state, f"average{slot}."), self._site))
 
 
 def _below(state: State, prefix: str) -> State:

@@ -137,6 +137,10 @@ class Outer(Pace):
     def stats(self) -> Stats:
         return {"inner_steps": self._clock, "num_exchanges": self._num_exchanges}
 
+    def settle(self) -> None:
+        for fragment in self._fragments:
+            fragment.land()
+
     def state(self) -> Saved:
         shared = {"diloco.clock": torch.tensor(self._clock), "diloco.due": torch.tensor(int(bool(self._due)))}
         # One row for each fragment that the plan asks for: the numbers of those that the model has not stay 0.
@@ -176,7 +180,7 @@ class Outer(Pace):
         for fragment in self._fragments:
             fragment.reset(self._clock)
 
-    def close(self) -> None:
-        with contextlib.suppress(GradSyncError):  # after a failure there is nothing to wait for
-            for fragment in self._fragments:
-                fragment.forget()
+    def close(self, together: bool) -> None:
+        if together:
+            with contextlib.suppress(GradSyncError):
+                self.settle()

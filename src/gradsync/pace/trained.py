@@ -38,10 +38,10 @@ class Trained:
         level(self._site, self.params)
 
     def warn_of_another(self, kind: str, shared: State) -> None:
-        """This state is not of a pace of this kind, or of other parameters; an empty one is of no pace at all."""
-        if shared and self._lane.groups.rank == 0:
+        """This state is of such a pace, but not of these parameters. That it is of another pace, the engine says."""
+        if any(key.startswith(f"{kind}.") for key in shared) and self._lane.groups.rank == 0:
             warnings.warn(
-                f"{self._lane.place()} this state was saved by another pace than {kind}, or with other parameters "
-                f"frozen ({min(shared)} is in it): {kind} begins anew, from the mean of the ranks' parameters",
+                f"{self._lane.place()} this state was saved with other parameters frozen: {kind} begins anew, from the "
+                "mean of the ranks' parameters",
                 stacklevel=6,
             )

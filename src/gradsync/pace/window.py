@@ -79,5 +79,5 @@ class Window(Pace):
         self.backwards = held.backwards
         self._hidden = {name: grad.clone() for name, grad in held.hidden.items()}
 
-    def close(self) -> None:
+    def close(self, together: bool) -> None:
         self.before_backward()

@@ -88,6 +88,10 @@ class Channel:
         """Fill `tensor` with what the member with index `src` sends; messages of one pair and tag keep their order."""
         return self._backend.recv([tensor], src, tag)
 
+    def recv_any(self, tensor: torch.Tensor, tag: int) -> Work:
+        """Fill `tensor` with what any member sends under this tag; only for gloo. The work knows its source."""
+        return self._backend.recv_anysource([tensor], tag)
+
     def batch(self, issue: Callable[[], None]) -> Work:
         """Start at once the sends and receives that `issue` issues, at least one; only for nccl, which needs it.
 

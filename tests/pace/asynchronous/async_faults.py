@@ -14,9 +14,9 @@ import torch.distributed as dist
 from async_runs import TIMEOUT, attached, await_event, begin, make_model, make_optimizers, steps, tell, values
 
 from gradsync.errors import GradSyncError, PeerFault
-from gradsync.pace.asynchronous import Settings
 from gradsync.pace.asynchronous.letter import Kind, Letter
 from gradsync.pace.asynchronous.post import Post
+from gradsync.paces import AsyncSGD
 from gradsync.policy import Guard
 from gradsync.transport.groups import MESSAGES
 from gradsync.transport.lane import open_lane
@@ -26,7 +26,7 @@ def said(error: GradSyncError) -> tuple[str, list[int], str]:
     return type(error).__name__, list(error.ranks) if isinstance(error, PeerFault) else [], str(error)
 
 
-def lose(victim: int, at: int, settings: Settings) -> tuple[str, list[int], str] | None:
+def lose(victim: int, at: int, settings: AsyncSGD) -> tuple[str, list[int], str] | None:
     """The victim kills itself before this step; the others' error."""
     model = make_model()
     optimizers = make_optimizers("momentum", model)
@@ -43,7 +43,7 @@ def lose(victim: int, at: int, settings: Settings) -> tuple[str, list[int], str]
     return None
 
 
-def stay_away(settings: Settings) -> tuple[str, list[int], str] | None:
+def stay_away(settings: AsyncSGD) -> tuple[str, list[int], str] | None:
     """Rank 1 lives but does not come until rank 0 has lost patience."""
     model = make_model()
     optimizers = make_optimizers("sgd", model)
@@ -73,7 +73,7 @@ def fail_to_step() -> tuple[str, list[int], str] | None:
     kind = Stubborn if dist.get_rank() == 1 else torch.optim.SGD
     optimizers = [kind(model.parameters(), lr=0.1)]
     try:
-        with attached(model, optimizers, Settings(None)) as run:
+        with attached(model, optimizers, AsyncSGD(None)) as run:
             if dist.get_rank() == 1:
                 while run._post.failure is None:
                     time.sleep(0.001)
@@ -87,7 +87,7 @@ def fail_to_step() -> tuple[str, list[int], str] | None:
     return None
 
 
-def meet_nan(settings: Settings) -> list[torch.Tensor]:
+def meet_nan(settings: AsyncSGD) -> list[torch.Tensor]:
     """Rank 1 has a NaN in step 1."""
     model = make_model()
     optimizers = make_optimizers("sgd", model)
@@ -107,7 +107,7 @@ def use_parameters_on_some_ranks() -> list[torch.Tensor]:
     used, partly, unused = (torch.nn.Parameter(torch.ones(1)) for _ in range(3))
     model = torch.nn.ParameterDict({"used": used, "partly": partly, "unused": unused})
     optimizers = [torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.25)]
-    with attached(model, optimizers, Settings(0)) as run:
+    with attached(model, optimizers, AsyncSGD(0)) as run:
         (used + partly if dist.get_rank() == 0 else used * 1.0).backward()
         run.push()
         assert [p.grad for p in (used, partly, unused)] == [None, None, None]
@@ -120,7 +120,7 @@ def misuse() -> list[str]:
     model = make_model()
     optimizers = make_optimizers("sgd", model)
     texts = []
-    with attached(model, optimizers, Settings(1)) as run:
+    with attached(model, optimizers, AsyncSGD(1)) as run:
         steps(run, model, optimizers, range(1))
         for call in (run.push, run.state, lambda: run.load({})):
             try:
@@ -141,7 +141,7 @@ def forget() -> set[str]:
     before = set(threading.enumerate())
     model = make_model()
     optimizers = make_optimizers("sgd", model)
-    lane, run = begin(model, optimizers, Settings(None))
+    lane, run = begin(model, optimizers, AsyncSGD(None))
     optimizers[0].register_step_pre_hook(lambda *_, run=run: None)
     steps(run, model, optimizers, range(2))
     run.drain()

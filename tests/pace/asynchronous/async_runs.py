@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradsync.pace.asynchronous import Asynchronous, Settings
+from gradsync.pace.asynchronous import Asynchronous
+from gradsync.paces import AsyncSGD
 from gradsync.policy import Guard
 from gradsync.transport.groups import MESSAGES
 from gradsync.transport.lane import NET_S, Lane, open_lane
@@ -51,7 +52,7 @@ Optimizers = Sequence[torch.optim.Optimizer]
 
 
 def begin(
-    model: torch.nn.Module, optimizers: Optimizers, settings: Settings, timeout: float = TIMEOUT
+    model: torch.nn.Module, optimizers: Optimizers, settings: AsyncSGD, timeout: float = TIMEOUT
 ) -> tuple[Lane, Asynchronous]:
     """What attach does."""
     lane = open_lane(dist.group.WORLD, Guard(timeout=TIMEOUT, dead_after=1.5), TIMEOUT)
@@ -62,7 +63,7 @@ def begin(
 
 @contextmanager
 def attached(
-    model: torch.nn.Module, optimizers: Optimizers, settings: Settings, timeout: float = TIMEOUT
+    model: torch.nn.Module, optimizers: Optimizers, settings: AsyncSGD, timeout: float = TIMEOUT
 ) -> Iterator[Asynchronous]:
     """From attach to detach; after an error every rank ends alone."""
     lane, run = begin(model, optimizers, settings, timeout)
@@ -133,7 +134,7 @@ def await_event(event: str) -> None:
 # What the ranks of a test run
 
 
-def train(kind: str, settings: Settings, num_steps: int, schedule: bool = False) -> dict[str, Any]:
+def train(kind: str, settings: AsyncSGD, num_steps: int, schedule: bool = False) -> dict[str, Any]:
     model = make_model()
     optimizers = make_optimizers(kind, model)
     with attached(model, optimizers, settings) as run:
@@ -146,7 +147,7 @@ def train_by_hand(kind: str, ranks: int, num_steps: int, schedule: bool = False)
     return synchronous(kind, ranks, range(num_steps), schedule)
 
 
-def train_with_a_slow_rank(settings: Settings, slow_at: dict[int, int], num_steps: int) -> dict[str, Any]:
+def train_with_a_slow_rank(settings: AsyncSGD, slow_at: dict[int, int], num_steps: int) -> dict[str, Any]:
     """`slow_at[rank]`: before this step the rank waits until its neighbour is as far ahead as s allows."""
     model = make_model()
     optimizers = make_optimizers("sgd", model)
@@ -165,7 +166,7 @@ def train_with_a_slow_rank(settings: Settings, slow_at: dict[int, int], num_step
         return {"values": values(model), "stats": run.stats()}
 
 
-def leave_early(settings: Settings, leaver: int, leaves_after: int, num_steps: int) -> dict[str, Any]:
+def leave_early(settings: AsyncSGD, leaver: int, leaves_after: int, num_steps: int) -> dict[str, Any]:
     model = make_model()
     optimizers = make_optimizers("sgd", model)
     rank = dist.get_rank()
@@ -184,7 +185,7 @@ def leave_early(settings: Settings, leaver: int, leaves_after: int, num_steps: i
         return {"values": first, "stats": run.stats()}
 
 
-def go_on_from_a_save(kind: str, settings: Settings, num_steps: int) -> dict[str, Any]:
+def go_on_from_a_save(kind: str, settings: AsyncSGD, num_steps: int) -> dict[str, Any]:
     """Half the steps, saved; a fresh model and optimizer load it and do the rest."""
     half = num_steps // 2
     model = make_model()

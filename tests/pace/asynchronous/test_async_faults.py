@@ -10,14 +10,14 @@ import async_faults
 import pytest
 import torch
 
-from gradsync.pace.asynchronous import Settings
+from gradsync.paces import AsyncSGD
 from gradsync.ranks import RankPool
 
 Run = Callable[..., list[Any]]
 
 
 def test_a_rank_that_lives_but_does_not_come_is_named(run: Run) -> None:
-    (kind, ranks, text), (other_kind, other_ranks, other_text) = run(async_faults.stay_away, Settings(0))
+    (kind, ranks, text), (other_kind, other_ranks, other_text) = run(async_faults.stay_away, AsyncSGD(0))
     assert (kind, ranks) == ("SyncTimeout", [1])
     assert "rank 1 (pid" in text
     assert "leave()" in text
@@ -36,7 +36,7 @@ def test_an_optimizer_that_fails_in_the_receiver_thread_is_an_error_here_and_els
 
 @pytest.mark.parametrize("s", [0, 2])
 def test_a_nan_reaches_the_parameters_of_all(run: Run, s: int) -> None:
-    for weights in run(async_faults.meet_nan, Settings(s)):
+    for weights in run(async_faults.meet_nan, AsyncSGD(s)):
         assert torch.isnan(weights[-1]).all()
 
 
@@ -63,7 +63,7 @@ def test_keep_alives_bridge_a_silence_longer_than_the_groups_timeout(run: Run) -
 
 
 def test_a_dead_rank_is_named_with_a_parameter_of_its_shard(pool: RankPool) -> None:
-    outcomes = pool.outcomes(async_faults.lose, 1, 3, Settings(1), ranks=3)
+    outcomes = pool.outcomes(async_faults.lose, 1, 3, AsyncSGD(1), ranks=3)
     assert "SIGKILL" in outcomes[1].text
     for rank in (0, 2):
         assert outcomes[rank].ok, outcomes[rank].text

@@ -12,8 +12,8 @@ from gradsync.pace.asynchronous import saving
 from gradsync.pace.asynchronous.freight import pack, unpack
 from gradsync.pace.asynchronous.histogram import Histogram
 from gradsync.pace.asynchronous.owner import Owner, Read
-from gradsync.pace.asynchronous.settings import Settings
 from gradsync.pace.asynchronous.shard import Shard, partition
+from gradsync.paces import AsyncSGD
 
 
 class Scaled(torch.optim.SGD):
@@ -97,7 +97,7 @@ def test_a_shard_without_parameters_counts_updates() -> None:
     assert (shard.version, shard.packed().numel(), set(saving.save(shard, 1))) == (1, 0, {"version", "clock"})
 
 
-def owner_of(settings: Settings, workers: int = 2, start: float = 1.0) -> tuple[Owner, dict[int, list[float]]]:
+def owner_of(settings: AsyncSGD, workers: int = 2, start: float = 1.0) -> tuple[Owner, dict[int, list[float]]]:
     parameter = one(start)
     reads: dict[int, list[float]] = {worker: [] for worker in range(workers)}
 
@@ -114,7 +114,7 @@ def gradient(value: float) -> torch.Tensor:
 
 
 def test_compensation_is_that_of_dc_asgd() -> None:
-    owner, reads = owner_of(Settings(None, compensate=0.5))
+    owner, reads = owner_of(AsyncSGD(None, compensate=0.5))
     owner.push(0, 1, 0, gradient(4.0))  # nothing happened since it read: 1 − 4/2
     owner.push(1, 1, 0, gradient(2.0))  # read 1, now −1: g = 2 + 0.5·2·2·(−1 − 1) = −2, and −1 + 2/2
     owner.pull(0, 1)
@@ -123,7 +123,7 @@ def test_compensation_is_that_of_dc_asgd() -> None:
 
 
 def test_scale_divides_the_rate_by_the_staleness() -> None:
-    owner, reads = owner_of(Settings(None, scale="1/staleness"))
+    owner, reads = owner_of(AsyncSGD(None, scale="1/staleness"))
     for clock in (1, 2):
         owner.push(0, clock, clock - 1, gradient(1.0))  # each moves by 1/2
     owner.push(1, 1, 0, gradient(1.0))  # two versions late: by 1/4
@@ -132,7 +132,7 @@ def test_scale_divides_the_rate_by_the_staleness() -> None:
 
 
 def test_a_mean_is_of_those_who_came() -> None:
-    owner, reads = owner_of(Settings(0), workers=3)
+    owner, reads = owner_of(AsyncSGD(0), workers=3)
     owner.push(0, 1, 0, gradient(3.0))
     owner.push(2, 1, 0, gradient(1.0))
     owner.pull(0, 1)
@@ -144,7 +144,7 @@ def test_a_mean_is_of_those_who_came() -> None:
 
 @pytest.mark.parametrize("s", [0, 1, None])
 def test_nan_reaches_the_parameters(s: int | None) -> None:
-    owner, reads = owner_of(Settings(s, compensate=None if s == 0 else 0.1), workers=1)
+    owner, reads = owner_of(AsyncSGD(s, compensate=None if s == 0 else 0.1), workers=1)
     owner.push(0, 1, 0, gradient(float("nan")))
     owner.pull(0, 1)
     assert str(reads[0]) == "[nan]"

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from gradsync.pace.asynchronous.clocks import Clocks, staleness_bound
 from gradsync.pace.asynchronous.freight import pack, unpack
 from gradsync.pace.asynchronous.owner import Owner, Read
-from gradsync.pace.asynchronous.settings import Settings
 from gradsync.pace.asynchronous.shard import Shard
+from gradsync.paces import AsyncSGD
 
 NUM_PUSHES = 6
 
@@ -47,7 +47,7 @@ class Worker:
 class Play:
     """Some workers, as many owners, and letters on their way between each pair, in order."""
 
-    def __init__(self, size: int, options: Settings) -> None:
+    def __init__(self, size: int, options: AsyncSGD) -> None:
         self.options = options
         self.workers = [Worker(number, size) for number in range(size)]
         self.masters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(size)]
@@ -121,7 +121,7 @@ def test_nobody_reads_too_far_ahead_nothing_is_too_stale_and_all_get_done(
     play: tuple[int, int | None, list[tuple[int, int]]], extras: tuple[float | None, str | None]
 ) -> None:
     size, s, choices = play
-    stage = Play(size, Settings(s, *extras))
+    stage = Play(size, AsyncSGD(s, *extras))
     for choice, dice in choices:
         stage.go_on(choice, leaves=dice == 0)
     while stage.go_on(0, leaves=False):  # letters first, then workers in order
@@ -142,7 +142,7 @@ def test_nobody_reads_too_far_ahead_nothing_is_too_stale_and_all_get_done(
 @settings(max_examples=40, deadline=None)
 @given(size=st.integers(1, 3), choices=st.lists(st.integers(0, 11), max_size=150))
 def test_without_staleness_no_order_of_letters_changes_a_bit(size: int, choices: list[int]) -> None:
-    stage = Play(size, Settings(0))
+    stage = Play(size, AsyncSGD(0))
     for choice in choices:
         stage.go_on(choice, leaves=False)
     while stage.go_on(0, leaves=False):
@@ -160,7 +160,7 @@ def test_without_staleness_no_order_of_letters_changes_a_bit(size: int, choices:
 def test_the_bound_of_staleness_is_met_exactly() -> None:
     """Worker 1 reads while worker 0 is s behind; worker 0 then goes on as far as it may before 1 pushes again."""
     s = 2
-    stage = Play(2, Settings(s))
+    stage = Play(2, AsyncSGD(s))
     zero, one = stage.workers
 
     def deliver() -> None:

@@ -5,6 +5,5 @@ when they become an update (`clocks`) of its `shard`, which a `twin` of the user
 """
 
 from gradsync.pace.asynchronous.asynchronous import Asynchronous
-from gradsync.pace.asynchronous.settings import Settings
 
-__all__ = ["Asynchronous", "Settings"]
+__all__ = ["Asynchronous"]

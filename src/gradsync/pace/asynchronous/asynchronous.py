@@ -29,9 +29,9 @@ from gradsync.pace.asynchronous.inbox import Inbox
 from gradsync.pace.asynchronous.letter import Kind, Letter
 from gradsync.pace.asynchronous.owner import Owner, Read
 from gradsync.pace.asynchronous.post import Failure, Post, Take
-from gradsync.pace.asynchronous.settings import Settings
 from gradsync.pace.asynchronous.shard import Named, Shard, partition
 from gradsync.pace.asynchronous.vigil import Vigil
+from gradsync.paces import AsyncSGD
 from gradsync.transport.groups import Channel
 from gradsync.transport.lane import Lane
 
@@ -51,7 +51,7 @@ class Asynchronous:
         channel: Channel,
         parameters: Named,
         optimizers: Sequence[Optimizer],
-        settings: Settings,
+        settings: AsyncSGD,
         timeout: float,
     ) -> None:
         self._lane, self._parameters = lane, parameters
@@ -64,7 +64,7 @@ class Asynchronous:
         self._post = post = Post(channel, self._rank, size, min(_PERIOD_S, timeout / 8), lane.groups.wires)
         self._owner = owner = Owner(Shard(mine, optimizers), size, settings, _answer(self._rank, inbox, post))
         self._vigil = Vigil(lane, timeout, names, lambda: post.failure)
-        self._clock = 0
+        self.clock = 0
         self._versions = [0] * size  # of each shard, as last read
         self._has_read = True  # since its last push; all began with the same
         self._is_level = True  # nobody has pushed since all met
@@ -87,21 +87,21 @@ class Asynchronous:
                 "staleness has no bound: run a forward between two backward passes, or add up their losses"
             )
         self._refuse_sparse()
-        self._clock += 1
+        self.clock += 1
         self._has_read = self._is_level = False
         freights = [pack([p.grad for p in share]) for share in self._shares]
         for _, parameter in self._parameters:
             parameter.grad = None
         for owner, freight in enumerate(freights):
             if owner != self._rank:
-                self._send(owner, Letter(Kind.PUSH, self._clock, self._versions[owner]), what, freight)
+                self._send(owner, Letter(Kind.PUSH, self.clock, self._versions[owner]), what, freight)
         self._owner.note()
-        self._owner.push(self._rank, self._clock, self._versions[self._rank], freights[self._rank])
+        self._owner.push(self._rank, self.clock, self._versions[self._rank], freights[self._rank])
 
     def pull(self) -> None:
         """Before a forward: wait as `max_staleness` says, then take the newest parameters of all owners."""
-        reads = self._ask(Letter(Kind.PULL, self._clock), f"a read of parameters at clock {self._clock}")
-        self._distance = max(self._distance, self._clock - min(read.slowest for read in reads))
+        reads = self._ask(Letter(Kind.PULL, self.clock), f"a read of parameters at clock {self.clock}")
+        self._distance = max(self._distance, self.clock - min(read.slowest for read in reads))
 
     def drain(self, rejoin: bool = False) -> None:
         """All ranks call this: all pushes are applied, all hold the same parameters, and clocks are level.
@@ -109,8 +109,8 @@ class Asynchronous:
         A worker that has left stays so, unless it asks to `rejoin`.
         """
         self._live = self._live or rejoin
-        reads = self._ask(Letter(Kind.DRAIN, self._clock, int(self._live)), "a drain")
-        self._clock = reads[0].slowest
+        reads = self._ask(Letter(Kind.DRAIN, self.clock, int(self._live)), "a drain")
+        self.clock = reads[0].slowest
         self._is_level = True
 
     def leave(self) -> None:
@@ -119,14 +119,14 @@ class Asynchronous:
             self._live = False
             for owner in range(len(self._shares)):
                 if owner != self._rank:
-                    self._send(owner, Letter(Kind.LEAVE, self._clock), "leave()")
+                    self._send(owner, Letter(Kind.LEAVE, self.clock), "leave()")
             self._owner.note()
             self._owner.leave(self._rank)
 
     def stats(self) -> dict[str, float | int | str | None]:
         """Of this worker: clock, distance and waits. Of its shard: version and staleness."""
         return {
-            "clock": self._clock,
+            "clock": self.clock,
             "clock_distance_max": self._distance,
             "waited_s": self._waited_s,
             **self._owner.stats(),
@@ -135,12 +135,12 @@ class Asynchronous:
     def state(self) -> dict[str, torch.Tensor]:
         """This rank's own shard, to be saved; right after a drain only."""
         self._require_level("state()")
-        return self._owner.state(self._clock)
+        return self._owner.state(self.clock)
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """All ranks call this, each with what the same rank saved; all go on from there."""
         self._require_level("load()")
-        self._clock = self._owner.load(state)
+        self.clock = self._owner.load(state)
         self.drain()
 
     def restart(self) -> None:

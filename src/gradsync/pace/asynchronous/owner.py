@@ -30,8 +30,8 @@ from gradsync.pace.asynchronous import saving
 from gradsync.pace.asynchronous.clocks import Clocks, staleness_bound
 from gradsync.pace.asynchronous.freight import unpack
 from gradsync.pace.asynchronous.histogram import Histogram
-from gradsync.pace.asynchronous.settings import Settings
 from gradsync.pace.asynchronous.shard import Shard
+from gradsync.paces import AsyncSGD
 
 Gradients = list[torch.Tensor | None]
 
@@ -54,7 +54,7 @@ class Read(NamedTuple):
 class Owner:
     """One shard and all that is asked of it."""
 
-    def __init__(self, shard: Shard, num_workers: int, settings: Settings, answer: Callable[[int, Read], None]) -> None:
+    def __init__(self, shard: Shard, num_workers: int, settings: AsyncSGD, answer: Callable[[int, Read], None]) -> None:
         self._shard = shard
         self._size = num_workers
         self._settings = settings
@@ -98,6 +98,8 @@ class Owner:
         with self._lock:
             self._drained[worker] = (clock, stays)
             if len(self._drained) < self._size:
+                self._clocks.leave(worker)  # until all are level: nobody waits for who waits for all
+                self._go_on()
                 return
             while self._given:
                 self._update_together(min(self._given))

@@ -146,7 +146,7 @@ class Post:
 
     def _next(self) -> tuple[int, Letter, torch.Tensor | None]:
         request = torch.empty(LETTER_NBYTES, dtype=torch.uint8)
-        work = _recv_from_any(self._channel, request, REQUEST_TAG)
+        work = self._channel.recv_any(request, REQUEST_TAG)
         work.wait()
         source, letter, freight = work._source_rank(), read(request), None
         if letter.nbytes:
@@ -190,8 +190,3 @@ class Post:
 
     def _tag(self, letter: Letter, source: int, to: int) -> int:
         return freight_tag(letter.kind, to if letter.kind is Kind.PUSH else source, letter.version)
-
-
-def _recv_from_any(channel: Channel, tensor: torch.Tensor, tag: int) -> Work:
-    """Fill `tensor` with what any member sends; `_source_rank()` of the work tells which, when it is done."""
-    return channel._backend.recv_anysource([tensor], tag)
