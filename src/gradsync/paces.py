@@ -218,9 +218,11 @@ def async_sgd(
 ) -> AsyncSGD:
     """Asynchronous SGD: parameters live sharded over the ranks; each rank pushes gradients and pulls parameters.
 
-    A rank that is more than `max_staleness` steps ahead of the slowest waits; 0 equals synchronous SGD, None never
-    waits. `compensate` is λ of DC-ASGD: g + λ·g·g·(w_now − w_then). `scale="1/staleness"` divides an update's
-    learning rate by its staleness.
+    `max_staleness` bounds the distance of clocks: a rank that is more than so many steps ahead of the slowest waits; 0
+    equals synchronous SGD, None never waits. How many updates of others a gradient then misses at most follows from it:
+    `stats()` shows that bound beside what was measured. Every push is an update: with Adam or momentum and
+    `max_staleness` above 0 divide the learning rate by about the number of ranks. `compensate` is λ of DC-ASGD:
+    g + λ·g·g·(w_now − w_then). `scale="1/staleness"` divides an update's learning rate by its staleness.
 
     >>> async_sgd(4)
     AsyncSGD(max_staleness=4, compensate=None, scale=None)

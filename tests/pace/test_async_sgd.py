@@ -106,11 +106,12 @@ def state_too_early() -> None:
     model, optimizer = model_and_optimizer()
     sync = gs.attach(model, optimizer, gs.Plan(pace=gs.async_sgd(2)))
     backward(model, 0)
-    assert sync.mid_window
-    with pytest.raises(gs.GradSyncError, match=r"call drain\(\) on all ranks first"):
+    optimizer.step()
+    assert not sync.replicas_equal
+    with pytest.raises(gs.GradSyncError, match=r"call sync.drain\(\) on all ranks first"):
         sync.state_dict()
     sync.drain()
-    assert not sync.mid_window
+    assert sync.replicas_equal
     assert sync.state_dict()
     sync.detach()
 

@@ -48,12 +48,12 @@ def check_other_states() -> None:
     assert len(said) == (outer.rank == 0)
     assert not said or "this plan's is diloco" in said[0]
     assert outer.values == [-5, -8]
-    assert not outer.sync.mid_window
+    assert outer.sync.replicas_equal
     outer.steps(1)
     state = outer.sync.state_dict()
     other.model.load_state_dict(outer.model.state_dict())
     assert heard(lambda: other.sync.load_state_dict(state)) == []
-    assert other.sync.mid_window
+    assert not other.sync.replicas_equal
     # Both: Δ = 2 for a, 3 for b, and no momentum before.
     assert other.drain() == outer.drain() == [-5 - 0.5 * (2 + 1), -8 - 0.5 * (3 + 1.5)]
     for each in (local, outer, other):
@@ -71,18 +71,18 @@ def check_odd_steps() -> None:
     run = Run(gs.Plan(pace=gs.diloco(2, PLAIN)))
     run.step()
     run.step(steps=run.rank == 0)  # rank 1's GradScaler skips: it has made one step, to −2, and rank 0 two, to −1
-    assert run.sync.mid_window == (run.rank == 1)
+    assert run.sync.replicas_equal != (run.rank == 1)
     run.step()  # before its forward rank 1 did what was due: −1½
     assert run.values[0] == -1.5 - GRADIENTS[run.rank][0]
     assert run.drain()[0] == -1.5 - 2
     assert run.steps(1)[0][0] == -5.5  # the clock goes on over drain(): this was step 4
-    assert not run.sync.mid_window
+    assert run.sync.replicas_equal
     run.sync.broadcast()
     run.step()
     with torch.no_grad():
         run.model.a.fill_(10 + run.rank)
     run.sync.broadcast(1)
-    assert not run.sync.mid_window
+    assert run.sync.replicas_equal
     assert run.steps(1)[0][0] == 11 - 2
     run.sync.detach()
 

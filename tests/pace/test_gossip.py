@@ -72,16 +72,16 @@ def stand_still(topology: Topology, exchanges: int) -> tuple[list[torch.Tensor],
     model = Mixed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     sync = gs.attach(model, optimizer, gs.Plan(pace=gs.gossip(topology), bucket_bytes=1024))
-    assert not sync.mid_window
+    assert sync.replicas_equal
     scatter(model)
     seen, stats = [flat(model)], []
     for _ in range(exchanges):
         step(model, optimizer)
         seen.append(flat(model))
         stats.append(sync.stats())
-    assert sync.mid_window == (dist.get_world_size() > 1)
+    assert sync.replicas_equal != (dist.get_world_size() > 1)
     assert not sync.drain()
-    assert not sync.mid_window
+    assert sync.replicas_equal
     assert not sync.drain()
     sync.detach()
     return seen, stats, flat(model)
@@ -227,7 +227,7 @@ def continue_from(saved_after: int) -> None:
     resumed_model.load_state_dict(saved[0])
     resumed_optimizer.load_state_dict(saved[1])
     resumed_sync.load_state_dict(state)
-    assert resumed_sync.mid_window == sync.mid_window
+    assert resumed_sync.replicas_equal == sync.replicas_equal
     train(model, optimizer, range(saved_after, 9))
     train(resumed_model, resumed_optimizer, range(saved_after, 9))
     assert torch.equal(flat(model), flat(resumed_model))
@@ -247,7 +247,7 @@ def make_alike() -> list[torch.Tensor]:
     model, optimizer, sync = make()
     train(model, optimizer, range(5))
     sync.broadcast(1)
-    assert not sync.mid_window
+    assert sync.replicas_equal
     seen = [flat(model)]
     train(model, optimizer, range(5, 8))
     sync.drain()

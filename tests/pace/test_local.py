@@ -21,7 +21,7 @@ def history(pace: Any, num: int) -> list[tuple[float, bool]]:
     """a after each step, and whether the replicas may differ."""
     run, seen = Run(gs.Plan(pace=pace)), []
     for _ in range(num):
-        seen.append((run.step()[0], run.sync.mid_window))
+        seen.append((run.step()[0], not run.sync.replicas_equal))
     run.sync.detach()
     return seen
 

@@ -21,7 +21,7 @@ def check_skipped_step() -> None:
     run = Run(gs.Plan(pace=gs.local_sgd(2)))
     run.step()  # 0 and −2
     run.step(steps=run.rank == 0)  # as a GradScaler does: rank 0 is at −1, rank 1 still at −2
-    assert run.sync.mid_window == (run.rank == 1)
+    assert run.sync.replicas_equal != (run.rank == 1)
     assert run.step()[0] == -1.5 - GRADIENTS[run.rank][0]  # before its forward rank 1 did what was due
     run.step()
     assert run.values[0] == -1.5 - 4
@@ -100,7 +100,7 @@ def check_drain_and_broadcast(compress: Any) -> None:
     run = Run(gs.Plan(pace=gs.local_sgd(3), compress=compress))
     run.step()
     assert run.drain() == [-1, -2]
-    assert not run.sync.mid_window
+    assert run.sync.replicas_equal
     run.steps(2)  # the clock goes on: this was step 3
     assert run.values == [-5, -8]
     with torch.no_grad():

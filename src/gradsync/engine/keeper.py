@@ -27,6 +27,7 @@ from gradsync.exchange.keeping import Kept
 from gradsync.guard.calls import Call
 from gradsync.pace.contract import Held
 from gradsync.pace.contract import Saved as PaceState
+from gradsync.pace.means import level
 from gradsync.plan import Plan
 
 
@@ -68,7 +69,9 @@ class Keeper:
             arrangement=self._reducer.agenda.arrangement(),
         )
         part = Part(kept.residuals, held.hidden, len(held.hidden), self._reducer.weighting.weight, pace.own)
-        return Saved(shared, kept.factors, {self._lane.groups.rank: part}, pace.shared)
+        mark = {f"{self._kind}.apart": torch.tensor(int(self._pace.replicas_differ))}
+        stored = pace.shared if self._pace.engine_averages else pace.shared | mark
+        return Saved(shared, kept.factors, {self._lane.groups.rank: part}, stored)
 
     # Giving
 
@@ -80,10 +83,17 @@ class Keeper:
         with self._steps.failing():
             goes_on = hand.whole and self._pace.has_room_for(taken.shared.backwards)
             self._continue(taken, goes_on)
-            self._pace.load(PaceState(taken.pace, _own(taken, self._lane.groups.rank) if hand.whole else {}))
+            self._load_pace(taken, hand.whole)
         if self._lane.groups.rank == 0:  # all ranks see the same
             for change in (*changes(taken, hand, self._recipe), *self._changes(taken, goes_on)):
                 warnings.warn(f"{self._lane.place()} {change}", stacklevel=3)
+
+    def _load_pace(self, taken: Saved, whole: bool) -> None:
+        self._pace.load(PaceState(taken.pace, _own(taken, self._lane.groups.rank) if whole else {}))
+        others = [key for key in taken.pace if key.endswith(".apart") and key != f"{self._kind}.apart"]
+        if any(bool(taken.pace[key]) for key in others) and not self._pace.replicas_differ:
+            # Every rank may have loaded a model of its own, and this pace keeps them equal.
+            level(self._lane, self._reducer.exact, [entry.param for entry in self._reducer.entries])
 
     def _continue(self, taken: Saved, goes_on: bool) -> None:
         shared, parts = taken.shared, list(taken.parts.values())
@@ -100,7 +110,8 @@ class Keeper:
         if stored - {self._kind}:
             yield (
                 f"this state was saved with pace {min(stored)}, and this plan's is {self._kind}: what that one kept is "
-                "lost (averages under way, global parameters and their momentum), and this one begins anew"
+                "lost (averages under way, global parameters and their momentum), and this one begins anew, from the "
+                "mean of the ranks' parameters where they differ"
             )
         if shared.backwards and not goes_on:
             yield (

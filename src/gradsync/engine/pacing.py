@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch.amp import GradScaler
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from gradsync import paces
 from gradsync.pace.async_sgd import Async
@@ -32,6 +32,8 @@ def check_pace(plan: Plan, guard: Guard, optimizers: Sequence[Optimizer]) -> Non
         raise ValueError(
             f"{name} acts after the optimizer's steps: pass the optimizer, gs.attach(model, optimizer, plan)"
         )
+    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+        raise ValueError(f"LBFGS runs several backwards in one step, and {name} counts backwards; use gs.every_step()")
     if guard.nonfinite == "skip" and not isinstance(plan.pace, Delayed):
         raise ValueError(
             f'nonfinite="skip" drops a step on every rank, but with {name} a step is each rank\'s own; '
@@ -51,12 +53,11 @@ def open_pace(plan: Plan, site: Site, parent: dist.ProcessGroup, scaler: GradSca
         case paces.DiLoCo():
             return Outer(plan.pace, site)
         case paces.AsyncSGD():
-            return Async(plan.pace, site, parent, _channel_timeout(site.guard, parent))
+            return Async(plan.pace, site, parent, _timeout(site.guard, parent))
         case paces.Gossip():
-            return Gossip(plan.pace, site, parent, _channel_timeout(site.guard, parent))
+            return Gossip(plan.pace, site, parent, _timeout(site.guard, parent) + NET_S)
     raise AssertionError(f"no pace is known for {plan.pace!r}")
 
 
-def _channel_timeout(guard: Guard, parent: dist.ProcessGroup) -> float:
-    """For a channel of the pace's own: as for those that the opening makes."""
-    return (guard.timeout if guard.timeout is not None else group_timeout(parent)) + NET_S
+def _timeout(guard: Guard, parent: dist.ProcessGroup) -> float:
+    return guard.timeout if guard.timeout is not None else group_timeout(parent)

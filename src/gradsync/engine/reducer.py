@@ -64,7 +64,7 @@ class Reducer:
         self.shipping = shipping
         self.agenda = Agenda(entries, plan.bucket_bytes, lane, exact.allocate, shipping, idle)
         self.weighting = Weighting(lane.groups.size, k, plan.combine)
-        self._exact = exact
+        self.exact = exact
         self._plan = plan
         self._guard = guard
         self._buffers = buffers
@@ -291,7 +291,7 @@ class Reducer:
             bucket.hand_out(everything)
         apart = [entry for entry in self.agenda.apart if used[entry.index]]
         if apart:
-            average_apart(self.lane, self._exact, apart, headers, self.marks, self._scale, factor)
+            average_apart(self.lane, self.exact, apart, headers, self.marks, self._scale, factor)
         self.put_back()
 
     def _drop(self) -> None:

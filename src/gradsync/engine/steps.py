@@ -105,7 +105,8 @@ class Steps:
                 "backward ran under no_sync(). Run the last backward of a step outside of it, or call drain()"
             )
         self._census.check_optimizer(optimizer)
-        self.pace.before_step()
+        with self.failing():
+            self.pace.before_step(optimizer)
         self._notice_changes(unheard=True)
         if not closure:  # otherwise backward is still to come, inside of step()
             self._take_part(optimizer)
@@ -183,6 +184,7 @@ class Steps:
 
     def _end_of_backwards(self, count: int, synchronize: Callable[[], None]) -> None:
         synchronizes = False
+        self.unsynchronized = False  # what no_sync() added up is in this backward's gradients
         try:
             with self.failing():
                 synchronizes = self.pace.after_backward(count, self._spoiled)
@@ -241,6 +243,11 @@ class Steps:
 
     def drain_pace(self) -> bool:
         """Have the pace bring to an end what is under way, backwards under no_sync() among it."""
+        if self.unsynchronized and self.pace.replicas_differ:
+            raise GradSyncError(
+                f"{self._lane.place()} the last backward ran under no_sync(), and this pace counts only others: run "
+                "the last backward of a step outside of it, then call drain()"
+            )
         with self.failing():
             more = self.pace.drain()
         if self.unsynchronized:

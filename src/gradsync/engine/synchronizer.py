@@ -145,13 +145,18 @@ class GradSync:
 
     @property
     def mid_window(self) -> bool:
-        """Whether `step()` would find nothing now (a window of `accumulate(k)` is not full, the first steps of
-        `delayed(k)`), or replicas differ now (between two averages of `local_sgd(k)`).
+        """Whether `step()` would find nothing now: a window of `accumulate(k)` is not full, or `delayed(k)` begins.
 
-        A GradScaler needs to be asked this, since it refuses to step without gradients; and whoever saves a checkpoint
-        of rank 0's model alone.
+        Only a GradScaler needs to be asked this: it refuses to step without gradients.
         """
         return self._steps.pace.mid_window
+
+    @property
+    def replicas_equal(self) -> bool:
+        """Whether all ranks hold the same parameters now: not between two averages of `local_sgd(k)` or `diloco(k)`,
+        and not with `async_sgd` and `gossip` before `drain()`. If so, rank 0's model alone is a checkpoint of all.
+        """
+        return self._steps.pace.replicas_equal
 
     @property
     def dropped(self) -> bool:

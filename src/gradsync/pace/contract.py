@@ -100,7 +100,7 @@ class Pace(ABC):
     def averaged(self) -> None:  # noqa: B027
         """The engine has averaged the gradients, or dropped them."""
 
-    def before_step(self) -> None:  # noqa: B027
+    def before_step(self, optimizer: Optimizer) -> None:  # noqa: B027
         """An optimizer is about to step; called from inside its `step()`."""
 
     def after_step(self, optimizer: Optimizer) -> None:  # noqa: B027
@@ -115,8 +115,13 @@ class Pace(ABC):
 
     @property
     def mid_window(self) -> bool:
-        """Whether `step()` would find nothing now, or replicas differ now: no place for a plain checkpoint."""
+        """Whether `step()` would find nothing now."""
         return False
+
+    @property
+    def replicas_equal(self) -> bool:
+        """Whether all ranks hold the same parameters now."""
+        return True
 
     def describe(self, bucket: int) -> str:
         """What travels under this number, for people."""

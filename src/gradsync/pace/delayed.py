@@ -96,8 +96,9 @@ class Late(Pace):
             self._owed.set()
         return False
 
-    def before_step(self) -> None:
-        self._scaling.refuse_another(self._site.lane)
+    def before_step(self, optimizer: Optimizer) -> None:
+        if any(param.grad is not None for param in self._params):
+            self._scaling.check_caller(self._site.lane)
 
     def after_step(self, optimizer: Optimizer) -> None:
         if self._owed.done_by(optimizer):

@@ -58,8 +58,8 @@ class Outer(Pace):
         self._num_exchanges = 0
 
     @property
-    def mid_window(self) -> bool:
-        return any(fragment.equal_at != self._clock for fragment in self._fragments)
+    def replicas_equal(self) -> bool:
+        return all(fragment.equal_at == self._clock for fragment in self._fragments)
 
     def before_forward(self) -> None:
         if self._due:

@@ -70,8 +70,8 @@ class Gossip(Pace):
         self._distance: float | None = None
 
     @property
-    def mid_window(self) -> bool:
-        return self._apart
+    def replicas_equal(self) -> bool:
+        return not self._apart
 
     def before_forward(self) -> None:
         if self._due:

@@ -50,8 +50,8 @@ class Local(Pace):
         self._num_averages = 0
 
     @property
-    def mid_window(self) -> bool:
-        return self._clock != self._last
+    def replicas_equal(self) -> bool:
+        return self._clock == self._last
 
     def before_forward(self) -> None:
         if self._due:
@@ -74,7 +74,7 @@ class Local(Pace):
             self._average()
 
     def drain(self) -> bool:
-        if self.mid_window:
+        if not self.replicas_equal:
             self._average()
         return False
 

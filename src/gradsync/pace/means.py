@@ -6,26 +6,27 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from gradsync.pace.contract import Site
+from gradsync.exchange.exact import Exact
+from gradsync.transport.lane import Lane
 
 
-def average(site: Site, tensors: Sequence[torch.Tensor]) -> None:
+def average(lane: Lane, exact: Exact, tensors: Sequence[torch.Tensor]) -> None:
     """Make each its mean over the ranks, in place; every rank calls this at once."""
     for alike, flat in _flat(tensors):
-        site.lane.wait(site.exact.launch(flat.div_(site.lane.groups.size)))
+        lane.wait(exact.launch(flat.div_(lane.groups.size)))
         _unflatten(flat, alike)
 
 
-def level(site: Site, tensors: Sequence[torch.Tensor]) -> None:
+def level(lane: Lane, exact: Exact, tensors: Sequence[torch.Tensor]) -> None:
     """The same, and bit for bit what it was where the ranks had equal values: a third three times may be less than one.
 
     mean = a + Σ (b − a) / n        b each rank's own, a that of the group's first
     """
     for alike, flat in _flat(tensors):
-        first = flat.clone() if site.lane.groups.rank == 0 else torch.zeros_like(flat)
-        site.lane.wait(site.exact.launch(first))
-        gap = flat.sub_(first).div_(site.lane.groups.size)
-        site.lane.wait(site.exact.launch(gap))
+        first = flat.clone() if lane.groups.rank == 0 else torch.zeros_like(flat)
+        lane.wait(exact.launch(first))
+        gap = flat.sub_(first).div_(lane.groups.size)
+        lane.wait(exact.launch(gap))
         _unflatten(first.add_(gap), alike)
 
 

@@ -19,7 +19,8 @@ def average_optimizers(site: Site) -> None:
     mine = [[*key, list(tensor.shape), str(tensor.dtype)] for key, tensor in tensors.items()]
     everyones = [{str(form) for form in document["state"]} for document in share(site.lane, {"state": mine})]
     common = set.intersection(*everyones)
-    average(site, [tensors[key] for key, form in zip(tensors, mine, strict=True) if str(form) in common])
+    alike = [tensors[key] for key, form in zip(tensors, mine, strict=True) if str(form) in common]
+    average(site.lane, site.exact, alike)
 
 
 def _tensors(site: Site) -> dict[tuple[int, str, str], torch.Tensor]:

@@ -29,9 +29,15 @@ class Scaling:
         """The scale of a gradient that is made now; without a scaler 1."""
         return 1.0 if self._scaler is None else float(self._scaler.get_scale())
 
-    def refuse_another(self, lane: Lane) -> None:
-        """Inside of `optimizer.step()`: the scaler that calls it, if any, must be ours."""
+    def check_caller(self, lane: Lane) -> None:
+        """Inside of an `optimizer.step()` that applies gradients: ours must be the scaler that calls it."""
         caller = _calling_scaler()
+        if caller is None and self.in_use:
+            raise GradSyncError(
+                f"{lane.place()} optimizer.step() was called without the GradScaler that attach was given, so it would "
+                "apply gradients multiplied by its scale: call scaler.step(optimizer) and scaler.update(), also after "
+                "sync.drain()"
+            )
         if caller is not None and caller is not self._scaler and caller.is_enabled():
             known = "knows of none" if self._scaler is None else "was given another one"
             raise GradSyncError(

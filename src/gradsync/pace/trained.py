@@ -35,7 +35,7 @@ class Trained:
 
     def level(self) -> None:
         """Make them equal on all ranks: their mean. Every rank calls this at once."""
-        level(self._site, self.params)
+        level(self._site.lane, self._site.exact, self.params)
 
     def warn_of_another(self, kind: str, shared: State) -> None:
         """This state is of such a pace, but not of these parameters. That it is of another pace, the engine says."""

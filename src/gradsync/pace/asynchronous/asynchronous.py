@@ -80,7 +80,7 @@ class Asynchronous:
         what = "a push of gradients"
         self._vigil.check(what)
         if not self._live:
-            raise GradSyncError(f"{self._lane.place()} this rank pushed after leave(); call drain(rejoin=True) first")
+            raise GradSyncError(f"{self._lane.place()} this rank pushed after it had left")
         if not self._has_read:
             raise GradSyncError(
                 f"{self._lane.place()} this rank pushed twice without reading parameters in between, so its "
@@ -134,19 +134,19 @@ class Asynchronous:
 
     def state(self) -> dict[str, torch.Tensor]:
         """This rank's own shard, to be saved; right after a drain only."""
-        self._require_level("state()")
+        self._require_level("state_dict()")
         return self._owner.state(self.clock)
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """All ranks call this, each with what the same rank saved; all go on from there."""
-        self._require_level("load()")
+        self._require_level("load_state_dict()")
         self.clock = self._owner.load(state)
         self.drain()
 
-    def restart(self) -> None:
-        """All parameters were made equal from outside: all ranks call this, and owners go on from them."""
-        self._require_level("restart()")
-        self._owner.put([p.detach() for p in self._shares[self._rank]])
+    def restart(self, optimizers: Sequence[Optimizer]) -> None:
+        """Parameters and optimizers were made equal from outside: all ranks call this, and owners go on from them."""
+        self._require_level("broadcast()")
+        self._owner.restart(self._shares[self._rank], optimizers)
 
     def close(self, together: bool = True) -> None:
         """End the threads. `together` if all ranks come to this: then it is a last drain; otherwise after an error."""
@@ -203,7 +203,7 @@ class Asynchronous:
         if not self._is_level:
             raise GradSyncError(
                 f"{self._lane.place()} {call} needs all ranks at one clock, but this one has pushed since they met: "
-                "call drain() on all ranks first"
+                "call sync.drain() on all ranks first"
             )
 
 

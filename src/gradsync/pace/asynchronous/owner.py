@@ -10,8 +10,9 @@ nobody but through `answer`, and never blocks.
 
 Note [How far an update moves]
     One push is one update with its gradient divided by the number of workers that still push: so one clock of all
-    workers moves about as far as one synchronous step, and the learning rate need not be changed. With
-    max_staleness=0 every gradient is divided by how many came for this clock, then they are added in rank order.
+    workers of plain SGD moves about as far as one synchronous step. Momentum and weight decay are applied n times per
+    clock, and Adam undoes the division: with n workers divide their learning rate by about n. With max_staleness=0
+    every gradient is divided by how many came for this clock, then they are added in rank order: one update.
 
 Note [Compensation]
     DC-ASGD corrects a late gradient to first order: g + λ·g·g·(w_now − w_then), with g·g in place of the Hessian's
@@ -25,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch.optim import Optimizer
 
 from gradsync.pace.asynchronous import saving
 from gradsync.pace.asynchronous.clocks import Clocks, staleness_bound
@@ -117,10 +119,10 @@ class Owner:
         with self._lock:
             self._shard.note()
 
-    def put(self, masters: list[torch.Tensor]) -> None:
-        """Go on from these parameters."""
+    def restart(self, parameters: Sequence[torch.nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
+        """Go on from these, and from the optimizers' state."""
         with self._lock:
-            self._shard.put(masters, self._shard.version)
+            self._shard.restart(parameters, optimizers)
             self._then = [self._shard.packed()] * len(self._then)
 
     def holding_up(self) -> list[int]:

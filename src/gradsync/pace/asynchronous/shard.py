@@ -49,11 +49,19 @@ class Shard:
     def __init__(self, parameters: Named, optimizers: Sequence[Optimizer]) -> None:
         self.names = [name for name, _ in parameters]
         self.masters = [torch.nn.Parameter(p.detach().clone()) for _, p in parameters]
-        of = {p: master for (_, p), master in zip(parameters, self.masters, strict=True)}
-        self.twins = [Twin(optimizer, of) for optimizer in optimizers]
+        self._begin([p for _, p in parameters], optimizers)
         self.version = 0  # how many updates were made
         self._devices = {m.device for m in self.masters if m.device.type == "cuda"}
         self._packed: torch.Tensor | None = None
+
+    def _begin(self, parameters: Sequence[torch.nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
+        of = dict(zip(parameters, self.masters, strict=True))
+        self.twins = [Twin(optimizer, of) for optimizer in optimizers]
+
+    def restart(self, parameters: Sequence[torch.nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
+        """Go on from what these are now, and from the optimizers' state."""
+        self.put([p.detach() for p in parameters], self.version)
+        self._begin(parameters, optimizers)
 
     def note(self) -> None:
         """Take over the hyper-parameters of the user's optimizers: see [Noted hyper-parameters]."""

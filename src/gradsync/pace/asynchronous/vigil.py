@@ -117,7 +117,7 @@ class Vigil:
         who = self._accounts(sights, others) or "every rank is here, but no answer arrives"
         raise SyncTimeout(
             f"{self._lane.place()} waited {waited:.1f} s for {what}: {who}. Look at what that rank does there, have "
-            "it call leave() when it has no more data, or allow more time with gs.Guard(timeout=seconds)",
+            "it call sync.drain() when it has no more data, or allow more time with gs.Guard(timeout=seconds)",
             self._lane.global_ranks(others),
         )
 
