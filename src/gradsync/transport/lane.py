@@ -78,6 +78,11 @@ class Lane:
         # At exit: a collective that fails after the interpreter is gone would crash the process.
         self._end = weakref.finalize(self, _abandon, self._under_way, groups, self._house, self._couriers, os.getpid())
 
+    @property
+    def warn_after(self) -> float:
+        """Seconds of waiting after which somebody is told."""
+        return self._guard.warn_after
+
     # Who shares a host
 
     @property

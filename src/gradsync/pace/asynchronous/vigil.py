@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -80,7 +81,7 @@ class Vigil:
 
     def _watch(self, landed: Callable[[float], bool], what: str, holding_up: Callable[[], list[int]]) -> None:
         start = time.monotonic()
-        stopped_at = None
+        stopped_at, warned = None, False
         while not landed(_SLICE_S):
             self.check(what)
             now, sights = time.monotonic(), self._lane.liveness.sights()
@@ -91,8 +92,15 @@ class Vigil:
                 if now - stopped_at >= _GRACE_S:
                     guilty, excused = blame(sights, suspects, _ANY_STEP)
                     self._mourn(guilty or excused, sights, what)
+            if not warned and now - start >= self._lane.warn_after:
+                warned = True
+                self._warn(holding_up(), sights, what, now - start)
             if now - start >= self._timeout:
                 self._lose_patience(holding_up(), sights, what, now - start)
+
+    def _warn(self, late: list[int], sights: Sights, what: str, waited: float) -> None:
+        who = self._accounts(sights, late) or "every rank is here"
+        warnings.warn(f"{self._lane.place()} has waited {waited:.0f} s for {what}: {who}", stacklevel=5)
 
     def _mourn(self, culprits: list[int], sights: Sights, what: str, error: Exception | None = None) -> NoReturn:
         if self._lane.groups.rank in culprits:
