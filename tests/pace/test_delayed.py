@@ -165,7 +165,7 @@ def conserve(compress: gs.Compressor, drains: bool) -> None:
     owed = sync.residuals()["weight"]
     dist.all_reduce(owed)
     state = sync.state_dict()
-    waiting = sum(state[f"gradsync.pace.average{slot}.of.weight"] for slot in range(2)) if not drains else 0
+    waiting = sum(state[f"gradsync.pace.delayed.average{slot}.of.weight"] for slot in range(2)) if not drains else 0
     torch.testing.assert_close(start - model.weight.detach() + waiting + owed, brought, atol=1e-5, rtol=1e-5)
     sync.detach()
 

@@ -220,7 +220,7 @@ def continue_from(saved_after: int) -> None:
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     state = sync.state_dict()
     number = dist.get_rank()
-    assert [key for key in state if "pace" in key] == [
+    assert [key for key in state if f"rank{number}.pace" in key] == [
         f"gradsync.rank{number}.pace.gossip.{key}" for key in ("clock", "round", "due", "apart", "weight")
     ]
     resumed_model, resumed_optimizer, resumed_sync = make()

@@ -191,6 +191,7 @@ def test_a_forked_child_does_not_speak_for_its_parent(monkeypatch: pytest.Monkey
 
 def _meet(sight: str) -> tuple[list[tuple[str, int]], list[str]]:
     """Who each peer is for us, after it was seen to speak, and the threads that remain."""
+    before = set(threading.enumerate())  # a test that failed on purpose may have left some
     rank = dist.get_rank()
     if sight == "remote":
         declare_host(f"h{rank}")
@@ -211,7 +212,7 @@ def _meet(sight: str) -> tuple[list[tuple[str, int]], list[str]]:
     finally:
         declare_host(None)
         LocalPeer.find = find  # type: ignore[method-assign]
-    return kinds, sorted(t.name for t in threading.enumerate() if t.name.startswith("gradsync"))
+    return kinds, sorted(t.name for t in set(threading.enumerate()) - before if t.name.startswith("gradsync"))
 
 
 @pytest.mark.parametrize("sight", ["local", "remote", "one-sided"])

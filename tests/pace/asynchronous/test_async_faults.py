@@ -20,7 +20,7 @@ def test_a_rank_that_lives_but_does_not_come_is_named(run: Run) -> None:
     (kind, ranks, text), (other_kind, other_ranks, other_text) = run(async_faults.stay_away, AsyncSGD(0))
     assert (kind, ranks) == ("SyncTimeout", [1])
     assert "rank 1 (pid" in text
-    assert "leave()" in text
+    assert "sync.drain() when it has no more data" in text
     assert (other_kind, other_ranks) == ("SyncTimeout", [1])
     assert "the others gave up waiting for this rank" in other_text
 
@@ -49,9 +49,9 @@ def test_who_does_not_use_a_parameter_gives_nothing_for_it(run: Run) -> None:
 def test_a_call_at_the_wrong_time_says_what_to_do(run: Run) -> None:
     for twice, state, load, left in run(async_faults.misuse):
         assert "run a forward between two backward passes" in twice
-        assert "call drain() on all ranks first" in state
-        assert "call drain() on all ranks first" in load
-        assert "call drain(rejoin=True) first" in left
+        assert "call sync.drain() on all ranks first" in state
+        assert "call sync.drain() on all ranks first" in load
+        assert "this rank pushed after it had left" in left
 
 
 def test_the_threads_end_with_the_last_reference(run: Run) -> None:
