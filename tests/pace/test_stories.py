@@ -162,10 +162,8 @@ def change_pace(before: Pace, after: Pace) -> tuple[torch.Tensor, int]:
     return second.finish(), dist.get_rank()
 
 
-@pytest.mark.parametrize(
-    "after", [gs.every_step(), gs.accumulate(2), gs.delayed(1), gs.gossip(), gs.async_sgd(0)], ids=repr
-)
-@pytest.mark.parametrize("before", [gs.local_sgd(4), gs.diloco(4), gs.gossip(), gs.async_sgd(0)], ids=repr)
+@pytest.mark.parametrize("after", [gs.every_step(), gs.delayed(1), gs.gossip(), gs.async_sgd(0)], ids=repr)
+@pytest.mark.parametrize("before", [gs.local_sgd(4), gs.gossip(), gs.async_sgd(0)], ids=repr)
 def test_another_pace_takes_over_with_a_warning_and_equal_replicas(before: Pace, after: Pace, run: Ranks) -> None:
     if type(before) is type(after):
         pytest.skip("the same pace")

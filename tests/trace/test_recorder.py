@@ -10,7 +10,8 @@ from gradsync.trace import Recorder
 from gradsync.trace.recorder import _union
 
 KEYS = {
-    "steps", "step_s", "compute_s", "comm_s", "exposed_s", "nbytes", "sent_nbytes", "num_buckets", "held_up_by", "held_up_steps",
+    "steps", "step_s", "compute_s", "comm_s", "exposed_s", "nbytes", "sent_nbytes", "num_buckets", "held_up_by",
+    "held_up_steps",
 }  # fmt: skip
 spans = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).map(sorted).map(tuple), max_size=12)
 
