@@ -29,57 +29,33 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from torch.optim import Optimizer
 
 from gradsync.errors import Disagreement, GradSyncError
 from gradsync.guard.calls import Call, meet
-from gradsync.pace.contract import Pace, Saved, Site, Stats
+from gradsync.pace.after_step import AfterStep
+from gradsync.pace.contract import Saved, Site, Stats
 from gradsync.pace.fragments import Fragment, cut
-from gradsync.pace.schedule import Due
-from gradsync.pace.trained import Trained
 from gradsync.paces import DiLoCo
 
 
-class Outer(Pace):
+class Outer(AfterStep):
     """`diloco(k)` at work."""
-
-    replicas_differ = True
 
     def __init__(self, pace: DiLoCo, site: Site) -> None:
         """Every rank makes it at once, with equal parameters."""
         self._pace = pace
-        self._site = site
-        self._trained = Trained(site)
+        super().__init__(site)
         named = self._trained.named
         parts = [part for part in cut([param.nbytes for _, param in named], pace.fragments) if part]
         self._fragments = [Fragment(site, named[part.start : part.stop], pace.outer) for part in parts]
-        self._clock = 0  # inner steps, counted as backwards; see [The clock]
-        self._due = Due(site.optimizers)
         self._num_exchanges = 0
 
     @property
     def replicas_equal(self) -> bool:
         return all(fragment.equal_at == self._clock for fragment in self._fragments)
 
-    def before_forward(self) -> None:
-        if self._due:
-            self._act()
-
-    def before_backward(self) -> None:
-        self._due.check_done(self._site.lane)
-        self._trained.check()
-
-    def after_backward(self, count: int, aborted: bool) -> bool:
-        self._clock += count
-        if aborted:
-            self._trained.drop_gradients()
-        if self._arriving() or self._departing():
-            self._due.set()
-        return False
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        if self._due.done_by(optimizer):
-            self._act()
+    def _is_time(self) -> bool:
+        return bool(self._arriving() or self._departing())
 
     def _arriving(self) -> list[Fragment]:
         """What is to be merged now, in the order in which it departed."""

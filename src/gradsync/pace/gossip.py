@@ -23,36 +23,31 @@ import math
 
 import torch
 import torch.distributed as dist
-from torch.optim import Optimizer
 
 from gradsync import paces
 from gradsync.exchange.fleet import Cargo, Fleet
 from gradsync.exchange.parcel import Parcel
 from gradsync.guard.calls import Call
 from gradsync.guard.header import Flag, Head
-from gradsync.pace.contract import Pace, Saved, Site, Stats
+from gradsync.pace.after_step import AfterStep
+from gradsync.pace.contract import Saved, Site, Stats
 from gradsync.pace.greeting import GREETING_TAG, greet
 from gradsync.pace.neighbours import Neighbours, neighbours
 from gradsync.pace.passage import arrive, depart, first_nonfinite
-from gradsync.pace.schedule import Due
-from gradsync.pace.trained import Trained
 from gradsync.transport.page import Phase
 
 _CHANNEL = "gossip"
 _PARCEL_TAG = GREETING_TAG + 1
 
 
-class Gossip(Pace):
+class Gossip(AfterStep):
     """`gossip(topology)` at work."""
-
-    replicas_differ = True
 
     def __init__(self, pace: paces.Gossip, site: Site, parent: dist.ProcessGroup, timeout: float) -> None:
         """Every rank makes it at once, with equal parameters."""
         groups = site.lane.groups
         self._pace = pace
-        self._site = site
-        self._trained = Trained(site)
+        super().__init__(site)
         self._params = self._trained.params
         self._alone = groups.size == 1
         # Gloo, on whatever the parameters' own group is: messages go through host memory.
@@ -61,8 +56,6 @@ class Gossip(Pace):
         cargo = [Cargo(name, param.detach()) for name, param in self._trained.named]
         self._fleet = Fleet(cargo, site.exact, site.shipping, site.indices, site.bucket_bytes)
         self._ship = self._fleet.ships[0]
-        self._clock = 0  # backwards; see [The clock]
-        self._due = Due(site.optimizers)
         self._round = 0
         self._weight = 1.0  # ω
         self._apart = False  # whether replicas may differ
@@ -73,38 +66,23 @@ class Gossip(Pace):
     def replicas_equal(self) -> bool:
         return not self._apart
 
-    def before_forward(self) -> None:
-        if self._due:
-            self._exchange()
-
-    def before_backward(self) -> None:
-        self._due.check_done(self._site.lane)
-        self._trained.check()
-
     def after_backward(self, count: int, aborted: bool) -> bool:
-        self._clock += count
-        if aborted:
-            self._trained.drop_gradients()
-        if not self._alone:
-            self._apart = True
-            if self._clock % self._pace.every == 0:
-                self._due.set()
-        return False
+        self._apart = not self._alone
+        return super().after_backward(count, aborted)
 
-    def after_step(self, optimizer: Optimizer) -> None:
-        if self._due.done_by(optimizer):
-            self._exchange()
+    def _is_time(self) -> bool:
+        return not self._alone and self._clock % self._pace.every == 0
 
     def before_meeting(self, call: Call) -> None:
         """See [Neighbours first] in `greeting`."""
         if self._due:
-            self._exchange()
+            self._act()
         if not self._alone:
             self._greet(call)
 
     def drain(self) -> bool:
         if self._due:
-            self._exchange()
+            self._act()
         if self._apart:
             self._average()
         return False
@@ -112,7 +90,7 @@ class Gossip(Pace):
     # What travels
 
     @torch.no_grad()
-    def _exchange(self) -> None:
+    def _act(self) -> None:
         lane = self._site.lane
         self._due.clear()
         lane.at(Phase.SYNCHRONIZING)

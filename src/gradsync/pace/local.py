@@ -18,67 +18,43 @@ after step 1 if there is a warmup, after step k otherwise.
 from __future__ import annotations
 
 import torch
-from torch.optim import Optimizer
 
 from gradsync.exchange.fleet import Cargo, Fleet
-from gradsync.pace.contract import Pace, Saved, Site, Stats
+from gradsync.pace.after_step import AfterStep
+from gradsync.pace.contract import Saved, Site, Stats
 from gradsync.pace.optimizer_state import average_optimizers
 from gradsync.pace.passage import arrive, depart
-from gradsync.pace.schedule import Due
-from gradsync.pace.trained import Trained
 from gradsync.paces import LocalSGD
 
 
-class Local(Pace):
+class Local(AfterStep):
     """`local_sgd(k)` at work."""
-
-    replicas_differ = True
 
     def __init__(self, pace: LocalSGD, site: Site, compressed: bool) -> None:
         """Every rank makes it at once, with equal parameters."""
         self._pace = pace
-        self._site = site
+        super().__init__(site)
         self._size = site.lane.groups.size
-        self._trained = Trained(site)
         self._params = self._trained.params
         cargo = [Cargo(name, param.detach()) for name, param in self._trained.named]
         self._fleet = Fleet(cargo, site.exact, site.shipping, site.indices, site.bucket_bytes)
         self._anchor = [param.detach().clone() for param in self._params] if compressed else None
-        self._clock = 0  # backwards; see [The clock]
         self._last = 0  # its value at the last average
-        self._due = Due(site.optimizers)
         self._num_averages = 0
 
     @property
     def replicas_equal(self) -> bool:
         return self._clock == self._last
 
-    def before_forward(self) -> None:
-        if self._due:
-            self._average()
-
-    def before_backward(self) -> None:
-        self._due.check_done(self._site.lane)
-        self._trained.check()
-
-    def after_backward(self, count: int, aborted: bool) -> bool:
-        self._clock += count
-        if aborted:
-            self._trained.drop_gradients()
-        if self._clock <= self._pace.warmup or (self._clock - self._pace.warmup) % self._pace.k == 0:
-            self._due.set()
-        return False
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        if self._due.done_by(optimizer):
-            self._average()
+    def _is_time(self) -> bool:
+        return self._clock <= self._pace.warmup or (self._clock - self._pace.warmup) % self._pace.k == 0
 
     def drain(self) -> bool:
         if not self.replicas_equal:
-            self._average()
+            self._act()
         return False
 
-    def _average(self) -> None:
+    def _act(self) -> None:
         self._due.clear()
         if self._size > 1:
             self._exchange()
