@@ -25,6 +25,7 @@ from gradsync.compress.sign import sign
 from gradsync.compress.topk import topk
 from gradsync.compress.warmup import warmup
 from gradsync.engine.attachment import attach
+from gradsync.engine.profiling import profile
 from gradsync.engine.synchronizer import GradSync
 from gradsync.errors import (
     BackwardAborted,
@@ -40,18 +41,25 @@ from gradsync.errors import (
 from gradsync.exchange.single import all_reduce, shared_empty
 from gradsync.integrations.ddp import ddp_hook
 from gradsync.launch import init
+from gradsync.links import Cluster, Link
 from gradsync.paces import accumulate, async_sgd, delayed, diloco, every_step, gossip, local_sgd, nesterov
 from gradsync.plan import Plan
+from gradsync.planner.automatic import auto
+from gradsync.planner.profile import ModelProfile
+from gradsync.planner.recommending import recommend
 from gradsync.policy import Guard
 from gradsync.ranks import RankFailed, spawn
 
 __all__ = [
     "BackwardAborted",
+    "Cluster",
     "Disagreement",
     "GradSync",
     "GradSyncError",
     "Guard",
     "LaunchError",
+    "Link",
+    "ModelProfile",
     "NonFinite",
     "NotEnoughMemory",
     "PeerFault",
@@ -64,6 +72,7 @@ __all__ = [
     "all_reduce",
     "async_sgd",
     "attach",
+    "auto",
     "bf16",
     "by_parameter",
     "ddp_hook",
@@ -82,7 +91,9 @@ __all__ = [
     "native",
     "nesterov",
     "powersgd",
+    "profile",
     "randomk",
+    "recommend",
     "ring",
     "rule",
     "shared_empty",

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
 
+from gradsync import tables
+from gradsync.devices import Device
+
+Backend = Literal["gloo", "nccl"]
 Hosts = tuple[tuple[int, ...], ...]
 
 
@@ -30,24 +36,65 @@ def as_hosts(hosts: int | Sequence[Sequence[int]]) -> Hosts:
 
 @dataclass(frozen=True)
 class Link:
-    """A wire: a message of b bytes takes `latency_s + b / bandwidth` seconds.
+    """A wire: a message of b bytes takes `latency_s + b / bandwidth_at(b)` seconds.
 
     Args:
         latency_s: Seconds until the first byte is there, whatever the size.
-        bandwidth: Bytes per second, each way at once.
+        bandwidth: Bytes per second of large messages, each way at once.
+        curve: What smaller ones get: pairs of (message bytes, bytes per second), by rising size; from the last size on
+            it is `bandwidth`.
+        load: How much of a processor core (or of a GPU) is kept busy while bytes move at full speed, from 0 to 1:
+            computation beside it is slower by so much.
+        spread: How far measurements lie from this model, as a relative standard deviation.
 
-    >>> Link(latency_s=50e-6, bandwidth=125e6)
-    Link(latency_s=5e-05, bandwidth=125000000.0)
+    >>> Link(latency_s=50e-6, bandwidth=125e6).seconds(1e6)
+    0.00805
     """
 
     latency_s: float
     bandwidth: float
+    curve: tuple[tuple[float, float], ...] = ()
+    load: float = 0.0
+    spread: float = 0.0
+
+    def seconds(self, nbytes: float) -> float:
+        """One message's way."""
+        return self.latency_s + nbytes / self.bandwidth_at(nbytes)
+
+    def bandwidth_at(self, nbytes: float) -> float:
+        """Bytes per second in a message of this size: between two points of the curve by a power of the size.
+
+        >>> round(Link(0.0, 100e6, curve=((1e3, 10e6), (1e5, 40e6))).bandwidth_at(1e4))
+        20000000
+        """
+        if not self.curve or nbytes >= self.curve[-1][0]:
+            return self.bandwidth
+        below = above = self.curve[0]
+        for above in self.curve:
+            if nbytes < above[0]:
+                break
+            below = above
+        if below is above:
+            return below[1]
+        part = math.log(nbytes / below[0]) / math.log(above[0] / below[0])
+        return float(below[1] * (above[1] / below[1]) ** part)
 
     def __post_init__(self) -> None:
         if not _is_number(self.latency_s) or self.latency_s < 0:
             raise ValueError(f"Link: latency_s must be a number of seconds, 0 or more, got {self.latency_s!r}")
         if not _is_number(self.bandwidth) or self.bandwidth <= 0:
             raise ValueError(f"Link: bandwidth must be a positive number of bytes per second, got {self.bandwidth!r}")
+        object.__setattr__(self, "curve", tuple((size, rate) for size, rate in self.curve))
+        sizes = [size for size, _ in self.curve]
+        if not all(_is_number(x) and x > 0 for point in self.curve for x in point) or sizes != sorted(set(sizes)):
+            raise ValueError(
+                "Link: curve must be pairs of (message bytes, bytes per second), all positive, by rising size, "
+                f"got {self.curve!r}"
+            )
+        if not _is_number(self.load) or not 0 <= self.load <= 1:
+            raise ValueError(f"Link: load must be a share of a core, from 0 to 1, got {self.load!r}")
+        if not _is_number(self.spread) or self.spread < 0:
+            raise ValueError(f"Link: spread must be a relative deviation, 0 or more, got {self.spread!r}")
 
 
 @dataclass(frozen=True)
@@ -60,6 +107,11 @@ class Cluster:
         across: The link between two hosts.
         shared_nic: True: the ranks of a host share one `across` link. False: each has its own.
         reduce_s_per_byte: Seconds to add one received byte to one's own.
+        memory: What the ranks of a host share, if they do, as if each had such a link to all others.
+        backend: "nccl": collectives are priced by NCCL's own model.
+        device: What computes on each rank.
+        calibrated: Whether these are measurements (`gradsync probe`), or figures of a catalogue.
+        name: For people.
 
     >>> cluster = Cluster(((0, 1), (2, 3)), inside=Link(1e-6, 1e10), across=Link(50e-6, 125e6))
     >>> cluster.world_size, cluster.host_by_rank()
@@ -71,9 +123,16 @@ class Cluster:
     across: Link
     shared_nic: bool = True
     reduce_s_per_byte: float = 0.0
+    memory: Link | None = None
+    backend: Backend = "gloo"
+    device: Device = field(default_factory=Device)
+    calibrated: bool = False
+    name: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hosts", as_hosts(self.hosts))  # lists become tuples: a cluster can be a key
+        if self.backend not in get_args(Backend):
+            raise ValueError(f'Cluster: backend must be "gloo" or "nccl", got {self.backend!r}')
         if not _is_number(self.reduce_s_per_byte) or self.reduce_s_per_byte < 0:
             raise ValueError(
                 "Cluster: reduce_s_per_byte must be a number of seconds per byte, 0 or more, "
@@ -87,6 +146,88 @@ class Cluster:
     def host_by_rank(self) -> dict[int, int]:
         """The index of each rank's host."""
         return {rank: index for index, host in enumerate(self.hosts) for rank in host}
+
+    def save(self, path: str | Path) -> None:
+        """Write the cluster as TOML; `docs/links.md` explains every field."""
+        tables.write(path, "A gradsync cluster: gradsync plan --cluster FILE", self.canonical())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Cluster:
+        """Read a cluster from TOML."""
+        table = tables.read(path)
+        where = str(path)
+        tables.check_fields(where, "cluster", table, [*_LAYOUT, *(f.name for f in fields(cls))], ["inside"])
+        for key in ("shared_nic", "calibrated"):
+            tables.check_kind(where, table, key, bool, "true or false")
+        tables.check_kind(where, table, "name", str, "a text in quotes")
+        table["hosts"] = _hosts_from(where, table)
+        for key in ("inside", "across", "memory"):
+            if key in table:
+                table[key] = _link_from(f"{where}: [{key}]", table[key])
+        if len(table["hosts"]) == 1:
+            table.setdefault("across", table["inside"])
+        elif "across" not in table:
+            raise ValueError(f"{where}: [across] is missing, the link between the {len(table['hosts'])} hosts")
+        if "device" in table:
+            table["device"] = Device.from_canonical(f"{where}: [device]", table["device"])
+        return tables.make(where, cls, **{key: value for key, value in table.items() if key not in _LAYOUT})
+
+    def canonical(self) -> dict[str, Any]:
+        """Plain data that says the same: what a file holds."""
+        table: dict[str, Any] = {
+            "name": self.name,
+            "calibrated": self.calibrated,
+            "backend": self.backend,
+            "shared_nic": self.shared_nic,
+            "reduce_s_per_byte": self.reduce_s_per_byte,
+        }
+        num_hosts, ranks_per_host = len(self.hosts), len(self.hosts[0])
+        if self.hosts == _regular(num_hosts, ranks_per_host):
+            table |= {"num_hosts": num_hosts, "ranks_per_host": ranks_per_host}
+        else:
+            table["hosts"] = self.hosts
+        for key, link in (("inside", self.inside), ("across", self.across), ("memory", self.memory)):
+            if link is not None:
+                table[key] = {name: value for name, value in asdict(link).items() if value != ()}
+        table["device"] = self.device.canonical()
+        return table
+
+
+# Instead of the ranks of each host, where hosts are alike and ranks stand in order.
+_LAYOUT = ("num_hosts", "ranks_per_host")
+_MOST_RANKS = 1_000_000
+
+
+def _regular(num_hosts: int, ranks_per_host: int) -> Hosts:
+    starts = range(0, num_hosts * ranks_per_host, ranks_per_host)
+    return tuple(tuple(range(start, start + ranks_per_host)) for start in starts)
+
+
+def _hosts_from(where: str, table: tables.Table) -> Hosts:
+    if "hosts" in table:
+        if extra := [key for key in _LAYOUT if key in table]:
+            raise ValueError(f"{where}: hosts names every rank already, leave {' and '.join(extra)} out")
+        if not isinstance(table["hosts"], list) or not all(isinstance(host, list) for host in table["hosts"]):
+            raise ValueError(f"{where}: hosts must be one list of ranks per host, as in [[0, 1], [2]]")
+        return tables.make(where, as_hosts, hosts=table["hosts"])
+    for key in _LAYOUT:
+        if key not in table:
+            raise ValueError(f"{where}: {key} is missing; a cluster needs num_hosts and ranks_per_host, or hosts")
+        if type(table[key]) is not int or not 1 <= table[key] <= _MOST_RANKS:
+            raise ValueError(f"{where}: {key} must be a whole number from 1 to {_MOST_RANKS:,}, got {table[key]!r}")
+    if table["num_hosts"] * table["ranks_per_host"] > _MOST_RANKS:
+        raise ValueError(
+            f"{where}: {table['num_hosts']} hosts of {table['ranks_per_host']} are more than {_MOST_RANKS:,} ranks"
+        )
+    return _regular(table["num_hosts"], table["ranks_per_host"])
+
+
+def _link_from(where: str, table: object) -> Link:
+    given = tables.check_fields(where, "link", table, [f.name for f in fields(Link)], ["latency_s", "bandwidth"])
+    curve = given.get("curve", [])
+    if not isinstance(curve, list) or not all(isinstance(point, list) and len(point) == 2 for point in curve):
+        raise ValueError(f"{where}: curve must be pairs of [message bytes, bytes per second], as in [[4096, 1e9]]")
+    return tables.make(where, Link, **given)
 
 
 def _is_number(value: object) -> bool:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from gradsync import paces
+from gradsync import paces, tables
 from gradsync.allreduce.choice import Algorithm
 from gradsync.allreduce.halving_doubling import HalvingDoubling
 from gradsync.allreduce.hierarchical import Hierarchical
@@ -131,30 +129,31 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as TOML."""
-        lines = ["# A gradsync plan: gs.attach(model, opt, gs.Plan.load(path))", *_toml_lines(self.canonical())]
-        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        tables.write(path, "A gradsync plan: gs.attach(model, opt, gs.Plan.load(path))", self.canonical())
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan from TOML."""
-        try:
-            table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is not a TOML file: {error}") from None
-        known = {f.name for f in dataclasses.fields(cls)}
-        for key in table:
-            if key not in known:
-                raise ValueError(f"{path}: unknown plan field {key!r}; a plan has {', '.join(sorted(known))}")
+        return cls.from_canonical(tables.read(path), str(path))
+
+    @classmethod
+    def from_canonical(cls, table: dict[str, Any], where: str = "plan") -> Plan:
+        """The plan that plain data stands for; `where` it stands is told in errors.
+
+        >>> Plan.from_canonical(Plan(pace=paces.accumulate(4)).canonical()) == Plan(pace=paces.accumulate(4))
+        True
+        """
+        table = dict(tables.check_fields(where, "plan", table, [f.name for f in dataclasses.fields(cls)]))
         if "algorithm" in table:
-            table["algorithm"] = _from_recipe(path, "algorithm", table["algorithm"], _ALGORITHMS, _make_algorithm)
+            table["algorithm"] = _from_recipe(where, "algorithm", table["algorithm"], _ALGORITHMS, _make_algorithm)
         if "pace" in table:
-            table["pace"] = _from_recipe(path, "pace", table["pace"], KINDS, paces.from_canonical)
+            table["pace"] = _from_recipe(where, "pace", table["pace"], KINDS, paces.from_canonical)
         try:
             if "compress" in table:
                 table["compress"] = recipes.from_canonical(table["compress"])
             return cls(**table)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}: {error}") from None
+            raise ValueError(f"{where}: {error}") from None
 
 
 def not_a_plan(value: object) -> str:
@@ -210,21 +209,6 @@ def _from_recipe(
         raise ValueError(f"{path}: [{key}] {recipe['kind']} does not take {sorted(arguments)}") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-def _toml_lines(table: dict[str, Any], path: str = "") -> list[str]:
-    """A table as TOML, its numbers and words before its tables, as the format wants it."""
-    lines, below = [], []
-    for key, value in table.items():
-        inside = f"{path}.{key}" if path else key
-        if isinstance(value, dict):
-            below += ["", f"[{inside}]", *_toml_lines(value, inside)]
-        elif isinstance(value, list):
-            for item in value:
-                below += ["", f"[[{inside}]]", *_toml_lines(item, inside)]
-        else:
-            lines.append(f"{key} = {json.dumps(value, ensure_ascii=False)}")
-    return lines + below
 
 
 def _is_int(value: object) -> bool:

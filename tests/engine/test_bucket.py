@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from gradsync.compress.cast import bf16
 from gradsync.compress.choice import EXACT, Choice, Param
 from gradsync.compress.integers import int8
-from gradsync.engine.bucket import _LARGE_NBYTES, Bucket, Entry, Layout, _default_limit, _offsets, _pack
+from gradsync.engine.bucket import _LARGE_NBYTES, Bucket, Entry, Layout, _offsets, _pack
 from gradsync.exchange.memory import zeros
+from gradsync.packing import default_limit
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
 LARGE = _LARGE_NBYTES // 4  # elements of float32
@@ -114,8 +115,7 @@ def test_equal_layouts_have_equal_schedules_and_others_do_not() -> None:
     ("megabytes", "limit"), [(1, 4 << 20), (64, 8 << 20), (1000, 25 << 20)], ids=["least", "an eighth", "most"]
 )
 def test_without_a_limit_a_bucket_is_an_eighth_of_the_model(megabytes: int, limit: int) -> None:
-    entry = entries_of([torch.zeros(1).expand(megabytes << 18)])
-    assert _default_limit(entry) == limit
+    assert default_limit(megabytes << 20) == limit
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=20), st.sampled_from([1, 2, 4, 8, 16]))

@@ -46,15 +46,19 @@ def _round_s(transfers: Round, chunk_nbytes: float, cluster: Cluster, host_of: d
     latency_s: dict[Port, float] = defaultdict(float)
     busy_s: dict[Port, float] = defaultdict(float)
     num_adds: dict[int, int] = defaultdict(int)
+    num_chunks: dict[tuple[int, int], int] = defaultdict(int)  # of the message from one rank to another
     for t in transfers:
-        crosses = host_of[t.src] != host_of[t.dst]
+        num_chunks[t.src, t.dst] += 1
+        num_adds[t.dst] += t.add
+    for (src, dst), count in num_chunks.items():
+        crosses = host_of[src] != host_of[dst]
         link = cluster.across if crosses else cluster.inside
-        ports: list[Port] = [("far out", t.src), ("far in", t.dst)] if crosses else [("out", t.src), ("in", t.dst)]
+        ports: list[Port] = [("far out", src), ("far in", dst)] if crosses else [("out", src), ("in", dst)]
         if crosses and cluster.shared_nic:
-            ports += [("leaves", host_of[t.src]), ("enters", host_of[t.dst])]
+            ports += [("leaves", host_of[src]), ("enters", host_of[dst])]
+        nbytes = count * chunk_nbytes
         for port in ports:
             latency_s[port] = max(latency_s[port], link.latency_s)
-            busy_s[port] += chunk_nbytes / link.bandwidth
-        num_adds[t.dst] += t.add
+            busy_s[port] += nbytes / link.bandwidth_at(nbytes)
     slowest = max((latency_s[port] + busy_s[port] for port in busy_s), default=0.0)
     return slowest + max(num_adds.values(), default=0) * chunk_nbytes * cluster.reduce_s_per_byte

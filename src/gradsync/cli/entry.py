@@ -13,10 +13,10 @@ import sys
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
 
-from gradsync.cli import bench, demo
 from gradsync.cli.arguments import BadInput, Parser
 from gradsync.errors import GradSyncError
 
@@ -25,14 +25,19 @@ example:
   gradsync demo            train a small model on 2 processes of this machine, with and without gradsync
   gradsync demo --help     what can be changed about it
   gradsync bench           how fast all-reduce is here, beside gloo and MPI
+  gradsync probe           what the links and ranks here can do, measured
+  gradsync plan --help     what synchronization will cost on a cluster, and what to do about it
 """
+
+_COMMANDS = ("demo", "bench", "plan", "probe")  # modules beside this one
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
         with _terminable():
-            options = _parser().parse_args(arguments)
+            options = _parser(arguments).parse_args(arguments)
             return int(options.run(options))
     except BadInput as error:
         print(error, file=sys.stderr)
@@ -44,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> Parser:
+def _parser(arguments: Sequence[str]) -> Parser:
+    """For these arguments: only the command that they name is imported, since each takes its time."""
     parser = Parser(
         prog="gradsync",
         description="Keeps the replicas of a data-parallel PyTorch training run in step, and says what that costs.",
@@ -54,8 +60,8 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"gradsync {_version()}")
     parser.set_defaults(run=_no_command)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for command in (demo, bench):
-        command.add_parser(commands)
+    for name in [name for name in _COMMANDS if name in arguments[:1]] or _COMMANDS:
+        import_module(f"gradsync.cli.{name}").add_parser(commands)
     return parser
 
 

@@ -34,6 +34,11 @@ _IN_PAYLOAD = np.isin(np.arange(KEPT + 1), (HEAD, BODY)).astype(np.int64)  # the
 Ints = npt.NDArray[np.int64]
 
 
+def two_phases_pay(size: int, in_memory: bool) -> bool:
+    """Whether two phases send fewer bytes than everybody's payload to everybody: 2 · (n − 1) / n < n − 1."""
+    return size > 2 and not in_memory
+
+
 class BlockCodec(ABC):
     """Codes each block by itself: a head (a scale, or indices) and a body."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from itertools import count
 from typing import Any, Literal
 
 import torch
@@ -12,25 +11,25 @@ import torch.distributed as dist
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from gradsync.engine.announcing import say
+from gradsync.engine.building import Builder
 from gradsync.engine.inventory import Inventory, take_inventory
-from gradsync.engine.opening import Papers, open_shipping
-from gradsync.engine.pacing import check_pace, open_pace
-from gradsync.engine.reducer import Reducer
+from gradsync.engine.pacing import check_pace
+from gradsync.engine.pilot import Pilot
 from gradsync.engine.replicas import Buffers, broadcast_optimizer, broadcast_tensors
 from gradsync.engine.steps import Steps
 from gradsync.engine.synchronizer import GradSync
 from gradsync.errors import Disagreement
-from gradsync.pace.contract import Site
 from gradsync.plan import Plan, not_a_plan
+from gradsync.planner.automatic import PROFILING, Auto
 from gradsync.policy import Guard
-from gradsync.trace import Recorder
 from gradsync.transport.lane import Lane
 
 
 def attach(
     model: torch.nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
-    plan: Plan | None = None,
+    plan: Plan | Auto | None = None,
     *,
     group: dist.ProcessGroup | None = None,
     buffers: Literal["broadcast", "none"] = "broadcast",
@@ -47,7 +46,7 @@ def attach(
         model: The whole model, the same on every rank.
         optimizer: The optimizer or optimizers over its parameters. With it a rank whose loss touches no
             parameter still takes part, and a `step()` after `no_sync()` is caught.
-        plan: How; see `Plan`. None: exact averaging, overlapped with backward.
+        plan: How; see `Plan`. None: exact averaging, overlapped with backward. `gs.auto()`: measure, then choose.
         group: Who takes part; None: everybody.
         buffers: "broadcast": rank 0's buffers (BatchNorm statistics) go to all with every synchronization.
         ignore: Names or tensors to leave alone.
@@ -60,7 +59,7 @@ def attach(
 def attach_engine(
     model: torch.nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None,
-    plan: Plan | None,
+    plan: Plan | Auto | None,
     group: dist.ProcessGroup | None,
     buffers: str,
     ignore: Iterable[Any],
@@ -72,39 +71,48 @@ def attach_engine(
     plan, guard = Plan() if plan is None else plan, Guard() if guard is None else guard
     optimizers = _as_list(optimizer)
     parent = _parent(group)
+    size = dist.get_world_size(parent)
     refusal: Exception | None = None
     try:
-        _check_arguments(plan, guard, buffers, scaler)
+        _check_arguments(plan, guard, buffers, scaler, size)
+        auto, plan = (plan, PROFILING) if isinstance(plan, Auto) else (None, plan)
         check_pace(plan, guard, optimizers)
         inventory = take_inventory(model, optimizers, ignore)
     except (TypeError, ValueError) as error:
-        if dist.get_world_size(parent) == 1:
+        if size == 1:
             raise
         # What was refused is not looked at again: this rank only tells the others.
-        refusal, inventory, plan, guard, optimizers = error, Inventory([], [], set()), Plan(), Guard(), []
-        buffers = "broadcast"
-    papers = Papers(
-        inventory.table(optimizers), plan.canonical() | {"buffers": buffers, "nonfinite": guard.nonfinite}, refusal
-    )
-    lane, exact, shipping = open_shipping(parent, plan, guard, inventory, papers, always)
-    try:
-        _start_alike(lane, inventory, optimizers)
-    except BaseException as error:
-        lane.close(together=isinstance(error, Disagreement))
-        raise
+        refusal, inventory, guard, optimizers = error, Inventory([], [], set()), Guard(), []
+        auto, plan, buffers = None, Plan(), "broadcast"
+    if auto is not None and size == 1:
+        say("auto has nothing to choose: one rank alone synchronizes nothing, and runs with the default plan")
+        auto, plan = None, Plan()
+    terms: dict[str, Any] = {"buffers": buffers, "nonfinite": guard.nonfinite}
+    terms |= {} if auto is None else {"auto": auto.canonical()}
     travelling = Buffers(inventory.buffers if buffers == "broadcast" else [])
-    parameters = [(entry.name, entry.param) for entry in inventory.entries]
-    recorder, limit = Recorder(), plan.bucket_bytes
-    site = Site(
-        lane, exact, shipping, parameters, optimizers, travelling, guard, limit, len(parameters), count(), recorder
-    )
-    pace = open_pace(plan, site, parent, scaler)
-    lane.describe = pace.describe
-    idle = not pace.engine_averages
-    reducer = Reducer(inventory.entries, lane, exact, shipping, plan, guard, travelling, recorder, pace.k, idle)
-    busy = pace.k > 1 or idle or guard.nonfinite != "allow"
-    steps = Steps(model, optimizers, plan, reducer, pace, inventory.ignored, always or lane.groups.size > 1 or busy)
-    return GradSync(plan, optimizers, travelling, steps)
+    builder = Builder(parent, optimizers, inventory, travelling, guard, scaler, always, terms)
+    opened = builder.open(plan, refusal)
+    try:
+        _start_alike(opened.lane, inventory, optimizers)
+    except BaseException as error:
+        opened.lane.close(together=isinstance(error, Disagreement))
+        raise
+    engine = builder.build(plan, opened)
+    listens = always or engine.listens or guard.nonfinite != "allow"
+    steps = Steps(model, optimizers, engine, inventory.ignored, listens)
+    pilot = None if auto is None else _open_pilot(auto, steps, builder, type(model).__name__)
+    return GradSync(optimizers, travelling, steps, pilot)
+
+
+def _open_pilot(auto: Auto, steps: Steps, builder: Builder, name: str) -> Pilot:
+    try:
+        pilot = Pilot(auto, steps, builder, name)
+    except BaseException:
+        steps.close()
+        steps.reducer.lane.close(together=False)
+        raise
+    steps.tell(pilot)
+    return pilot
 
 
 def _as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
@@ -122,9 +130,14 @@ def _parent(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return parent
 
 
-def _check_arguments(plan: Plan, guard: Guard, buffers: str, scaler: GradScaler | None) -> None:
-    if not isinstance(plan, Plan):
+def _check_arguments(plan: Plan | Auto, guard: Guard, buffers: str, scaler: GradScaler | None, size: int) -> None:
+    if not isinstance(plan, Plan | Auto):
         raise TypeError(not_a_plan(plan))
+    if isinstance(plan, Auto) and plan.cluster is not None and plan.cluster.world_size != size:
+        raise ValueError(
+            f"auto: the cluster has {plan.cluster.world_size} ranks, but {size} attach; probe this one "
+            "(gradsync probe), or leave cluster out"
+        )
     if not isinstance(guard, Guard):
         raise TypeError(f"guard must be a gs.Guard, got {guard!r}")
     if buffers not in ("broadcast", "none"):

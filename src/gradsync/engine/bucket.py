@@ -21,10 +21,10 @@ from gradsync.compress.choice import EXACT, Choice, Param
 from gradsync.exchange.memory import Allocate, Form
 from gradsync.exchange.parcel import Item, Parcel
 from gradsync.guard.header import Mark
+from gradsync.packing import default_limit, pack
 
 _ALIGN_NBYTES = 64
 _LARGE_NBYTES = 1 << 16  # a CPU copies this much in less time than Python needs to ask for it
-_MIN_BUCKET, _MAX_BUCKET, _NUM_BUCKETS = 4 << 20, 25 << 20, 8
 
 Choose = Callable[[Param], Choice]
 
@@ -246,7 +246,7 @@ class Layout:
     ) -> None:
         """Every rank lays out at once: memory that ranks share is taken together."""
         entries = list(entries)
-        limit = bucket_bytes or _default_limit(entries)
+        limit = bucket_bytes or default_limit(sum(map(_nbytes, entries)))
         groups = _pack([e for e in entries if e.index not in held], limit, choose)
         late = _pack([e for e in entries if e.index in held], limit, choose)
         self.buckets = [Bucket(i, group, i >= len(groups), c) for i, (group, c) in enumerate(groups + late)]
@@ -264,29 +264,15 @@ class Layout:
         return zlib.crc32(repr(plan).encode())
 
 
-def _default_limit(entries: list[Entry]) -> int:
-    """An eighth of the model: enough buckets to overlap, each large enough to be worth a message."""
-    total = sum(entry.param.numel() * entry.param.element_size() for entry in entries)
-    return min(max(total // _NUM_BUCKETS, _MIN_BUCKET), _MAX_BUCKET)
-
-
 def _pack(entries: list[Entry], limit: int, choose: Choose) -> list[tuple[list[Entry], Choice]]:
-    """Cut the order into buckets of one dtype, device and choice, each closed when it reaches `limit` bytes.
+    """Cut the order into buckets of one dtype, device and choice."""
+    kinds = [(e.param.dtype, e.param.device, choose(e.item(0).param._replace(dtype=e.param.dtype))) for e in entries]
+    packed = pack(zip(kinds, map(_nbytes, entries), strict=True), limit)
+    return [([entries[number] for number in numbers], kind[2]) for numbers, kind in packed]
 
-    Buckets stand in the order in which they get full.
-    """
-    closed: list[tuple[list[Entry], Choice]] = []
-    open_: dict[tuple[torch.dtype, torch.device, Choice], list[Entry]] = {}
-    nbytes: dict[tuple[torch.dtype, torch.device, Choice], int] = {}
-    for entry in entries:
-        choice = choose(entry.item(0).param._replace(dtype=entry.param.dtype))
-        kind = (entry.param.dtype, entry.param.device, choice)
-        open_.setdefault(kind, []).append(entry)
-        nbytes[kind] = nbytes.get(kind, 0) + entry.param.numel() * entry.param.element_size()
-        if nbytes[kind] >= limit:
-            closed.append((open_.pop(kind), choice))
-            nbytes[kind] = 0
-    return closed + [(group, kind[2]) for kind, group in open_.items()]
+
+def _nbytes(entry: Entry) -> int:
+    return entry.param.numel() * entry.param.element_size()
 
 
 def _offsets(sizes: list[int], item: int) -> tuple[list[int], int]:

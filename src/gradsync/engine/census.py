@@ -5,20 +5,21 @@ Looked at before every forward, so only identities and counts are compared, no n
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.optim import Optimizer
 
 from gradsync.engine.bucket import Entry
 from gradsync.errors import GradSyncError
-from gradsync.transport.lane import Lane
 
 
 class Census:
     """What the model consisted of at attach."""
 
-    def __init__(self, model: torch.nn.Module, entries: list[Entry], ignored: set[int], lane: Lane) -> None:
+    def __init__(self, model: torch.nn.Module, entries: list[Entry], ignored: set[int]) -> None:
         self._entries = entries
-        self._lane = lane
+        self.place: Callable[[], str] = str  # where this rank is, for errors
         self._known = {id(entry.param) for entry in entries} | ignored
         self._children = [(m._modules, key, child) for m in model.modules() for key, child in m._modules.items()]
         self._counts = [(m._parameters, len(m._parameters)) for m in model.modules()]
@@ -55,5 +56,5 @@ class Census:
 
     def _raise(self, what: str) -> None:
         raise GradSyncError(
-            f"{self._lane.place()} {what}; call sync.detach() before you change the model, and attach again after"
+            f"{self.place()} {what}; call sync.detach() before you change the model, and attach again after"
         )

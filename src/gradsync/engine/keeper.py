@@ -22,27 +22,46 @@ from gradsync.engine.checkpoint import (
     flatten_shared,
 )
 from gradsync.engine.handover import changes, gather, receive
+from gradsync.engine.reducer import Reducer
 from gradsync.engine.steps import Steps
 from gradsync.exchange.keeping import Kept
 from gradsync.guard.calls import Call
-from gradsync.pace.contract import Held
+from gradsync.pace.contract import Held, Pace
 from gradsync.pace.contract import Saved as PaceState
 from gradsync.pace.means import level
-from gradsync.plan import Plan
+from gradsync.transport.lane import Lane
 
 
 class Keeper:
     """Knows which parts of the engine have something to keep."""
 
-    def __init__(self, plan: Plan, steps: Steps) -> None:
+    def __init__(self, steps: Steps) -> None:
         self._steps = steps
-        self._pace = steps.pace
-        self._kind: str = paces.canonical(plan.pace)["kind"]
-        self._reducer = steps.reducer
-        self._lane = steps.reducer.lane
         self._shapes = {entry.name: tuple(entry.param.shape) for entry in steps.reducer.entries}
-        recipe = {"combine": plan.combine, "compress": recipes.canonical(plan.compress)}
-        self._recipe = fitting(json.dumps(recipe))
+
+    # `gs.auto()` may have changed the plan since
+
+    @property
+    def _pace(self) -> Pace:
+        return self._steps.pace
+
+    @property
+    def _reducer(self) -> Reducer:
+        return self._steps.reducer
+
+    @property
+    def _lane(self) -> Lane:
+        return self._steps.reducer.lane
+
+    @property
+    def _kind(self) -> str:
+        kind: str = paces.canonical(self._steps.plan.pace)["kind"]
+        return kind
+
+    @property
+    def _recipe(self) -> str:
+        plan = self._steps.plan
+        return fitting(json.dumps({"combine": plan.combine, "compress": recipes.canonical(plan.compress)}))
 
     # Taking
 

@@ -26,6 +26,7 @@ from gradsync.engine.bucket import Bucket, Entry
 from gradsync.engine.first_gradients import NO_DIGEST, digest_of, warn_if_same_data
 from gradsync.engine.replicas import Buffers
 from gradsync.engine.weighting import Weighting
+from gradsync.engine.witness import Nobody, Witness
 from gradsync.errors import BackwardAborted, Disagreement, NonFinite
 from gradsync.exchange.exact import Exact
 from gradsync.exchange.shipping import Shipping
@@ -65,6 +66,7 @@ class Reducer:
         self.agenda = Agenda(entries, plan.bucket_bytes, lane, exact.allocate, shipping, idle)
         self.weighting = Weighting(lane.groups.size, k, plan.combine)
         self.exact = exact
+        self.witness: Witness = Nobody()
         self._plan = plan
         self._guard = guard
         self._buffers = buffers
@@ -138,6 +140,7 @@ class Reducer:
             bucket.note_stream()
         if not self._streaming:
             self._arrivals.append(entry.index)
+            self.witness.arrived(entry.index)
             return
         if entry.large:
             entry.take(self._scale)

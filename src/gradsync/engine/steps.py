@@ -16,14 +16,13 @@ import torch
 from torch.optim import Optimizer
 
 from gradsync.engine.bucket import Entry
+from gradsync.engine.building import Engine
 from gradsync.engine.census import Census
 from gradsync.engine.hooks import Hooks, queue_callback, recomputing
-from gradsync.engine.reducer import Reducer
+from gradsync.engine.witness import Nobody, Witness
 from gradsync.errors import BackwardAborted, GradSyncError, NonFinite, PeerFault
 from gradsync.guard.calls import Call, meet
 from gradsync.guard.header import Flag, Head
-from gradsync.pace.contract import Pace
-from gradsync.plan import Plan
 
 
 class Steps:
@@ -33,22 +32,17 @@ class Steps:
         self,
         model: torch.nn.Module,
         optimizers: Sequence[Optimizer],
-        plan: Plan,
-        reducer: Reducer,
-        pace: Pace,
+        engine: Engine,
         ignored: set[int],
         listens: bool,
     ) -> None:
-        self.reducer = reducer
-        self.pace = pace
+        self.witness: Witness = Nobody()
         self.no_sync_depth = 0
         self.unsynchronized = False  # a backward ran under no_sync() since the last synchronization
         self.joining = False
         self.active: list[int] | None = None  # who voted to be active in this step, inside join()
         self.failed = False
-        self._entries = reducer.entries
-        self._lane = reducer.lane
-        self._overlaps = plan.overlap == "backward"
+        self._entries = engine.reducer.entries
         self._in_backward = False  # since its beginning until its end-of-backward callback
         self._fired = False  # whether a gradient arrived in this backward
         self._begun_at: float | None = None
@@ -58,12 +52,24 @@ class Steps:
         self._num_backwards = 0
         self._seen_backwards = {id(optimizer): 0 for optimizer in optimizers}
         self._trainable = [entry.param.requires_grad for entry in self._entries]
-        self._census = Census(model, self._entries, ignored, reducer.lane)
+        self._census = Census(model, self._entries, ignored)
+        self.install(engine)
         self._lock = threading.Lock()  # autograd has a thread per device, and each may bring the first gradient
         # One rank alone has nothing to hear of: it costs nothing.
         self._hooks = Hooks(self, model, optimizers) if listens else None
         if self._hooks is not None:
             self._hooks.listen(self._entries)
+
+    def install(self, engine: Engine) -> None:
+        """Work with this one from now on; nothing of a synchronization exists yet."""
+        self.plan, self.reducer, self.pace = engine
+        self._lane = self.reducer.lane
+        self._census.place = self._lane.place
+        self.reducer.witness = self.witness
+
+    def tell(self, witness: Witness) -> None:
+        """Let somebody hear of every moment."""
+        self.witness = self.reducer.witness = witness
 
     @property
     def begun(self) -> bool:
@@ -76,9 +82,11 @@ class Steps:
         """A forward with gradients starts: put right what an aborted backward left, notice changes, vote."""
         self.drop_if_aborted()
         self._notice_changes()
+        self.witness.border()
         self.vote_if_joining()
         with self.failing():
             self.pace.before_forward()
+        self.witness.forward_begins()
 
     def backward_begins(self) -> None:
         """The gradient of the model's output is known: backward has begun."""
@@ -110,17 +118,21 @@ class Steps:
         self._notice_changes(unheard=True)
         if not closure:  # otherwise backward is still to come, inside of step()
             self._take_part(optimizer)
+            self.witness.optimizer_begins()
 
     def after_step(self, optimizer: Optimizer, closure: bool) -> None:
         """`optimizer.step()` has run, and with it its closure: now that its backwards are known, the same."""
         if closure:
             self._take_part(optimizer)
+        else:
+            self.witness.optimizer_ends()
         with self.failing():
             self.pace.after_step(optimizer)
 
     def _take_part(self, optimizer: Optimizer) -> None:
         if self._seen_backwards[id(optimizer)] == self._num_backwards:
             # No gradient arrived since the last step: the loss touched no parameter. The others wait for us.
+            self.witness.border()
             self.vote_if_joining()
             self.reducer.set_aside()
             self._num_backwards += 1
@@ -132,12 +144,14 @@ class Steps:
 
     def _begin(self) -> None:
         self._refuse_if_failed()
+        self.witness.border()  # usually before forward already
         self._in_backward = True
         self._fired = False
         self.vote_if_joining()
         with self.failing():
             self.pace.before_backward()
         self.reducer.begin(synchronize=not self.no_sync_depth and self.pace.streams)
+        self.witness.backward_begins()
         queue_callback(self._ended)
 
     def _first_arrival(self) -> None:
@@ -174,6 +188,7 @@ class Steps:
             self.reducer.put_back()
             self.pace.put_away()
             return
+        self.witness.backward_ends()
         self._num_backwards += 1
         self.reducer.backwards += 1
         self._notice_late_hooks()
@@ -205,13 +220,16 @@ class Steps:
             self.reducer.settle_first()
         queue_callback(self._finish)
 
-    def _finish(self) -> None:
+    def _finish(self, in_backward: bool = True) -> None:
+        counts = False
         try:
             with self.failing():
                 self.reducer.finish()
+            counts = in_backward and not self.reducer.dropped
         finally:  # a NaN that is raised ends the step too
             self.pace.averaged()
             self._step_ends()
+            self.witness.synchronized(counts)
 
     def _step_ends(self) -> None:
         self.unsynchronized = False
@@ -228,7 +246,7 @@ class Steps:
         with self.failing():
             self.reducer.launch_rest(micro_batches, flags | self._flags(), self._source())
             self.reducer.settle_first()
-        self._finish()
+        self._finish(in_backward=False)
 
     def keep_company(self) -> None:
         """Take part in the others' synchronization without a gradient and with weight 0."""
@@ -274,6 +292,8 @@ class Steps:
         """Wait until every rank is in this call."""
         self._refuse_if_failed()
         self.drop_if_aborted()
+        if call is not Call.DETACH:
+            self.witness.border()
         with self.failing():
             self.pace.before_meeting(call)
             return meet(self._lane, call, len(self._entries), word, flags)
@@ -351,7 +371,7 @@ class Steps:
         now = time.perf_counter()
         late = now - self._begun_at > 5e-3 and now - self._first_at < 0.1 * (now - self._begun_at)
         self._late_hooks = self._late_hooks + 1 if late else 0
-        if self._late_hooks == 3 and self._overlaps:
+        if self._late_hooks == 3 and self.plan.overlap == "backward":
             warnings.warn(
                 "all gradients arrive at the end of backward, so communication cannot overlap with it; "
                 "if the whole model is under torch.compile, compile its blocks instead (block.compile())",

@@ -12,11 +12,14 @@ from torch.optim import Optimizer
 
 from gradsync import paces
 from gradsync.engine.keeper import Keeper
+from gradsync.engine.pilot import Pilot
+from gradsync.engine.reducer import Reducer
 from gradsync.engine.replicas import Buffers, broadcast_optimizer, broadcast_tensors
 from gradsync.engine.steps import Steps
 from gradsync.errors import Disagreement, GradSyncError
 from gradsync.guard.calls import Call
 from gradsync.plan import Plan
+from gradsync.transport.lane import Lane
 
 _MAX_WEIGHT = 1e30
 
@@ -24,15 +27,28 @@ _MAX_WEIGHT = 1e30
 class GradSync:
     """Keeps one model's replicas in step; see `attach`."""
 
-    def __init__(self, plan: Plan, optimizers: Sequence[Optimizer], buffers: Buffers, steps: Steps) -> None:
-        self.plan = plan
+    def __init__(
+        self, optimizers: Sequence[Optimizer], buffers: Buffers, steps: Steps, pilot: Pilot | None = None
+    ) -> None:
         self._optimizers = list(optimizers)
         self._buffers = buffers
         self._steps = steps
-        self._reducer = steps.reducer
-        self._lane = steps.reducer.lane
-        self._keeper = Keeper(plan, steps)
+        self._pilot = pilot
+        self._keeper = Keeper(steps)
         self._attached = True
+
+    @property
+    def plan(self) -> Plan:
+        """What it runs with; with `gs.auto()` this changes between two steps."""
+        return self._steps.plan
+
+    @property
+    def _reducer(self) -> Reducer:
+        return self._steps.reducer
+
+    @property
+    def _lane(self) -> Lane:
+        return self._steps.reducer.lane
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -169,6 +185,7 @@ class GradSync:
         sent_nbytes, stats["algorithm"] = self._reducer.shipping.wire() if stats["nbytes"] else (0, None)
         if self._steps.pace.engine_averages:
             stats["sent_nbytes"] = sent_nbytes
+        stats["predicted_step_s"] = None if self._pilot is None else self._pilot.predicted_s
         return stats | self._reducer.shipping.tally.stats() | self._steps.pace.stats()
 
     def residuals(self) -> dict[str, torch.Tensor]:
@@ -183,10 +200,10 @@ class GradSync:
         Local, without communication: every rank saves its own. With `all_ranks` every rank must call it; rank 0
         gets the state of all, in host memory, and the others an empty dict.
         """
-        if not all_ranks:
-            return self._keeper.state()
-        self._refuse_if_detached()
-        return self._keeper.state_of_all()
+        if all_ranks:
+            self._refuse_if_detached()
+        state = self._keeper.state_of_all() if all_ranks else self._keeper.state()
+        return state | self._pilot.state() if state and self._pilot is not None else state
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor] | None) -> None:
         """Continue from `state_dict()`; every rank calls it, with its own state, that of all ranks, or none.
@@ -195,13 +212,19 @@ class GradSync:
         number of ranks the sum of residuals is kept. A warning names ranks whose residual nobody brings: it is zero.
         """
         self._refuse_if_detached()
+        if self._pilot is not None:
+            self._pilot.take_plan(state or {})
         self._keeper.load(state or {})
+        if self._pilot is not None:
+            self._pilot.follow_step()
 
     def detach(self) -> None:
         """Take everything off again: hooks, groups, threads. Gradients stay as they are."""
         if not self._attached:
             return
         self._attached = False
+        if self._pilot is not None:
+            self._pilot.close()
         self._steps.close()
         together = not self._steps.failed and self._said_goodbye()
         self._steps.pace.close(together)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from gradsync.compress.blocks import BlockCodec
+from gradsync.compress.blocks import BlockCodec, two_phases_pay
 from gradsync.compress.cast import Cast
 from gradsync.compress.choice import EXACT, Choice, Codec, Param
 from gradsync.compress.powersgd import PowerSGD
@@ -25,7 +25,7 @@ from gradsync.exchange.house import House
 from gradsync.exchange.journeys.across import Across
 from gradsync.exchange.journeys.audit import audited
 from gradsync.exchange.journeys.casting import Casting
-from gradsync.exchange.journeys.coding import Gathering, TwoPhases, two_phases_pay
+from gradsync.exchange.journeys.coding import Gathering, TwoPhases
 from gradsync.exchange.journeys.low_rank import LowRank
 from gradsync.exchange.journeys.plain import Plain
 from gradsync.exchange.journeys.route import Route
@@ -207,14 +207,14 @@ def route_of(codec: Codec, parcel: Parcel, circle: Circle, wire: torch.device, a
         case PowerSGD():
             return LowRank(parcel, codec, circle, wire, account)
         case BlockCodec():
-            way = TwoPhases if two_phases_pay(circle) else Gathering
+            way = TwoPhases if two_phases_pay(circle.size, circle.in_memory) else Gathering
             return way(parcel, codec, circle, wire, account)
     raise AssertionError(f"no way is known for {codec!r}")
 
 
 def _num_rounds(codec: Codec, circle: Circle) -> int:
     """How often its journey yields, on every rank: who does not speak for its host keeps count."""
-    two = isinstance(codec, PowerSGD) or (isinstance(codec, BlockCodec) and two_phases_pay(circle))
+    two = isinstance(codec, PowerSGD) or (isinstance(codec, BlockCodec) and two_phases_pay(circle.size, circle.in_memory))
     return 2 if two else 1
 
 

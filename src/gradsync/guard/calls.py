@@ -29,6 +29,7 @@ class Call(enum.IntEnum):
     AVERAGE = 6
     NEIGHBOURS = 7
     DRAIN = 8
+    PLAN = 9
 
 
 _NAMES = {
@@ -41,6 +42,7 @@ _NAMES = {
     Call.AVERAGE: "an average of its pace",
     Call.NEIGHBOURS: "an exchange with its neighbours",
     Call.DRAIN: "drain()",
+    Call.PLAN: "the choice of a plan by gs.auto()",
 }
 
 

@@ -1,9 +1,10 @@
-"""What the link between two hosts can do, measured in a moment: for choosing an algorithm when nobody chose one."""
+"""What a link between two ranks can do, measured in a moment: to choose an algorithm by, or to find a slow link."""
 
 from __future__ import annotations
 
 import struct
 import time
+from collections.abc import Sequence
 from statistics import median
 
 import torch
@@ -20,23 +21,28 @@ _FIGURES = struct.Struct("<dd")
 
 
 def measure_across(lane: Lane) -> Link:
-    """The link between the first ranks of the first two hosts; every rank of the group calls this, all get the same.
+    """The link between the first ranks of the first two hosts; every rank of the group calls this, all get the same."""
+    return measure_pairs(lane, [(lane.hosts[0][0], lane.hosts[1][0])])[0]
 
-    Seven pings and three loads of 1 MB: some 30 ms at 1 Gbit/s.
+
+def measure_pairs(lane: Lane, pairs: Sequence[tuple[int, int]]) -> list[Link]:
+    """The links from the first to the second of each pair, all at once; every rank of the group calls this likewise.
+
+    No rank may be in two pairs. Seven pings and three loads of 1 MB: some 30 ms at 1 Gbit/s.
     """
-    first, second = lane.hosts[0][0], lane.hosts[1][0]
     figures = [(0.0, 0.0)]
 
     def talk() -> None:
-        channel = lane.groups.data[MESSAGES]
-        if lane.groups.rank == first:
-            figures[0] = _ask(channel, second)
-        elif lane.groups.rank == second:
-            _answer(channel, first)
+        channel, me = lane.groups.data[MESSAGES], lane.groups.rank
+        for first, second in pairs:
+            if me == first:
+                figures[0] = _ask(channel, second)
+            elif me == second:
+                _answer(channel, first)
 
     lane.wait(lane.send(talk, "the measurement of the link between hosts", 0))
-    latency_s, bandwidth = _FIGURES.unpack(lane.exchange(_FIGURES.pack(*figures[0]))[first])
-    return Link(latency_s, bandwidth)
+    rows = [_FIGURES.unpack(row) for row in lane.exchange(_FIGURES.pack(*figures[0]))]
+    return [Link(*rows[first]) for first, _ in pairs]
 
 
 def _ask(channel: Channel, peer: int) -> tuple[float, float]:

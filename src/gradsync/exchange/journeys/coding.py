@@ -24,11 +24,6 @@ from gradsync.kernels.blocks import Mode, decode, encode
 from gradsync.trace.tally import Account
 
 
-def two_phases_pay(circle: Circle) -> bool:
-    """Whether two phases send fewer bytes than a gather: 2 · (n − 1) / n < n − 1."""
-    return circle.size > 2 and not circle.in_memory
-
-
 class Gathering:
     """Everybody's payload to everybody."""
 

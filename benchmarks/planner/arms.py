@@ -1,0 +1,39 @@
+"""The plans that are predicted and measured, and the links."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import gradsync as gs
+
+RATES = ("50mbit", "100mbit", "250mbit", "500mbit", "1gbit")
+LOOPBACK, MEMORY = "loopback", "shared memory"
+LINKS = (*RATES, LOOPBACK, MEMORY)
+"""Between hosts of one rank each; or all ranks on one host, over TCP or in shared memory."""
+
+
+class Arm(NamedTuple):
+    """A plan, and how many steps make one sample: a multiple of the pace's period."""
+
+    name: str
+    plan: gs.Plan
+    window: int = 3
+    apart: bool = False  # not one of the cells that the goal is about
+
+
+ARMS = (
+    Arm("exact", gs.Plan()),
+    Arm("bf16", gs.Plan(compress=gs.bf16())),
+    Arm("int8", gs.Plan(compress=gs.int8())),
+    Arm("powersgd", gs.Plan(compress=gs.powersgd(4))),
+    Arm("accumulate", gs.Plan(pace=gs.accumulate(4)), 4, apart=True),
+    Arm("diloco", gs.Plan(pace=gs.diloco(8)), 8, apart=True),
+)
+
+
+def plan_of(arm: Arm, link: str) -> gs.Plan:
+    """On loopback gloo's own all-reduce is asked for: the default would be shared memory."""
+    if link != LOOPBACK:
+        return arm.plan
+    plan = arm.plan
+    return gs.Plan(gs.native(), plan.compress, plan.pace)

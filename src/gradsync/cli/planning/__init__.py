@@ -1,0 +1,1 @@
+"""Parts of `gradsync plan`: the question, its answer, and how both are told."""

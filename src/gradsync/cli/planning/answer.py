@@ -1,0 +1,85 @@
+"""What the predictions say: the plan to use, and whether anything is to be gained by it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradsync.allreduce.native import native
+from gradsync.links import Cluster
+from gradsync.paces import EveryStep
+from gradsync.plan import Plan
+from gradsync.planner.candidates import Allow
+from gradsync.planner.predicting import predict
+from gradsync.planner.prediction import Prediction
+from gradsync.planner.profile import ModelProfile
+from gradsync.planner.recommending import recommend
+
+SMALL = 0.05  # an overhead that nobody needs to act on
+WORTH_IT = 0.015  # of the step: what a change must save to be worth it
+_SAME = ("exact", "16-bit")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The question, every candidate, and those that matter.
+
+    Args:
+        cluster: What was asked about,
+        profile: and what is to be trained on it.
+        candidates: Best first; unless the user allowed more, what trains the same stands before all else.
+        usual: `Plan()`: exact averaging, overlapped with backward, the fastest algorithm that gradsync has there.
+        ddp: The same by the process group's own all-reduce, as DDP does it.
+        chosen: The plan to use.
+        arrives: What `bandwidth` of the narrow link is of the rate by which people name it: "100g" is a line rate of
+            12.5 GB/s, of which 11 arrive. 1: it is named by what arrives.
+    """
+
+    cluster: Cluster
+    profile: ModelProfile
+    candidates: tuple[Prediction, ...]
+    usual: Prediction
+    ddp: Prediction
+    chosen: Prediction
+    arrives: float = 1.0
+
+    @property
+    def same(self) -> tuple[Prediction, ...]:
+        """Those that train what DDP trains, up to rounding."""
+        return tuple(it for it in self.candidates if trains_the_same(it))
+
+    @property
+    def lossy(self) -> tuple[Prediction, ...]:
+        """Those that lose something of each gradient, but take every step."""
+        return tuple(it for it in self.candidates if it.quality == "lossy" and isinstance(it.plan.pace, EveryStep))
+
+    @property
+    def other(self) -> tuple[Prediction, ...]:
+        """Those whose pace changes what is learned, or from how large a batch."""
+        return tuple(it for it in self.candidates if not isinstance(it.plan.pace, EveryStep))
+
+    @property
+    def needed(self) -> bool:
+        """Whether gradsync makes steps faster than DDP here, without changing what is learned."""
+        return self.ddp.overhead > SMALL or saving(self.chosen, self.ddp) > WORTH_IT
+
+
+def answer(profile: ModelProfile, cluster: Cluster, allow: Allow | None = None, arrives: float = 1.0) -> Answer:
+    """Choose: among all that the user allows; if nothing was said, among what trains the same, with the rest behind."""
+    found = recommend(profile, cluster, allow or "16-bit")
+    if allow is None:
+        known = {it.plan for it in found}
+        found += [it for it in recommend(profile, cluster, "all") if it.plan not in known]
+    usual = next(it for it in found if it.plan == Plan())
+    as_ddp = Plan(algorithm=native())
+    ddp = next((it for it in found if it.plan == as_ddp), None) or predict(profile, cluster, as_ddp)
+    return Answer(cluster, profile, tuple(found), usual, ddp, found[0], arrives)
+
+
+def trains_the_same(prediction: Prediction) -> bool:
+    """Whether what is learned is what exact averaging in every step learns, up to 16-bit rounding."""
+    return prediction.quality in _SAME and isinstance(prediction.plan.pace, EveryStep)
+
+
+def saving(one: Prediction, other: Prediction) -> float:
+    """The share of the other's step that the one is shorter; negative if it is longer."""
+    return 1 - one.step_s / other.step_s

@@ -1,0 +1,44 @@
+"""Shares and milliseconds, as people read them in a table."""
+
+from __future__ import annotations
+
+
+def show_share(share: float) -> str:
+    """A part of the step; small ones to a tenth or a hundredth of a percent.
+
+    >>> [show_share(x) for x in (0, 0.00004, 0.0005, 0.012, 0.0999, 0.36)]
+    ['0 %', '<0.01 %', '0.05 %', '1.2 %', '10 %', '36 %']
+    """
+    percent = 100 * share
+    if 0 < percent < 0.01:
+        return "<0.01 %"
+    decimals = 0 if percent >= 9.95 or percent == 0 else 1 if percent >= 0.095 else 2
+    return f"{percent:.{decimals}f} %"
+
+
+def show_ms(seconds: float) -> str:
+    """For a column of milliseconds: three digits, but no more than hundredths.
+
+    >>> [show_ms(x) for x in (0, 0.0000123, 0.00123, 0.0123, 12.3)]
+    ['0', '0.01', '1.23', '12.3', '12300']
+    """
+    ms = 1e3 * seconds
+    decimals = 0 if ms == 0 or ms >= 99.95 else 1 if ms >= 9.995 else 2
+    return f"{ms:.{decimals}f}"
+
+
+def show_interval(low_s: float, high_s: float) -> str:
+    """
+    >>> show_interval(0.0123, 0.1)
+    '12.3–100'
+    """
+    return f"{show_ms(low_s)}–{show_ms(high_s)}"
+
+
+def show_saving(share: float) -> str:
+    """
+    >>> [show_saving(x) for x in (0.162, -0.024, 0.001, -0.001)]
+    ['16 %', '−2 %', '0 %', '0 %']
+    """
+    percent = round(100 * share)
+    return f"{'−' if percent < 0 else ''}{abs(percent)} %"

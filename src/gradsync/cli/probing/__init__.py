@@ -1,0 +1,1 @@
+"""`gradsync probe`: how its ranks come to be, and how its findings are told."""

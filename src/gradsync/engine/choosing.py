@@ -1,0 +1,95 @@
+"""The choice of `gs.auto()`: the links are probed, the ranks' times become one profile, rank 0 chooses for all.
+
+Neither a failed probe nor a failed choice ends the training: all ranks go on with the default plan, together.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from gradsync.engine.announcing import choice, say
+from gradsync.engine.bucket import Entry
+from gradsync.engine.diary import Grounds
+from gradsync.engine.stopwatch import Stopwatch
+from gradsync.engine.timing import Timing, join, pack, unpack
+from gradsync.errors import listed
+from gradsync.guard.agreement import share
+from gradsync.links import Cluster
+from gradsync.plan import Plan
+from gradsync.planner.automatic import Allowed
+from gradsync.planner.recommending import recommend
+from gradsync.probe.measuring import measure
+from gradsync.transport.lane import Lane
+
+
+class Decision(NamedTuple):
+    """The plan that all ranks run with from now on."""
+
+    plan: Plan
+    predicted_s: float | None  # None: nothing was chosen, and the plan is the default
+    grounds: Grounds | None  # on rank 0
+
+
+def probe_links(lane: Lane, parent: dist.ProcessGroup) -> Cluster | None:
+    """What the links can do, measured briefly; None on every rank if any failed. Every rank calls this at once."""
+    findings, failure = None, None
+    try:
+        findings = measure(parent, brief=True)
+    except Exception as error:
+        failure = _first_line(error)
+    failures = [document["failure"] for document in share(lane, {"failure": failure})]
+    failed = [rank for rank, each in enumerate(failures) if each is not None]
+    if findings is not None and not failed:
+        for sentence in findings.warnings if lane.groups.rank == 0 else ():
+            say(sentence)
+        return findings.cluster
+    if lane.groups.rank == 0:
+        warnings.warn(
+            f"gs.auto() could not probe the links, so all ranks use the default plan: on "
+            f"{listed(lane.global_ranks(failed))}, {failures[failed[0]]}",
+            stacklevel=2,
+        )
+    return None
+
+
+def gather(lane: Lane, stopwatch: Stopwatch, steps: int, entries: Sequence[Entry]) -> list[Timing]:
+    """What the ranks measured, of those that did; every rank calls this at once."""
+    mine = pack(Timing.of(stopwatch.samples()[-steps:], len(entries)), steps, len(entries))
+    found = [unpack(row, steps) for row in lane.exchange(mine, "the times of a step")]
+    return [timing for timing in found if timing is not None]
+
+
+def decide(
+    lane: Lane, timings: Sequence[Timing], entries: Sequence[Entry], cluster: Cluster | None, allow: Allowed, name: str
+) -> Decision:
+    """Rank 0 chooses, says so, and tells the others; every rank calls this at once."""
+    mine = Decision(Plan(), None, None)
+    if lane.groups.rank == 0:
+        try:
+            assert cluster is not None
+            mine = _choose(lane.step, Grounds(cluster, join(timings, entries, name)), allow)
+        except Exception as error:
+            warnings.warn(
+                f"gs.auto() could not choose a plan, so all ranks use the default one: {_first_line(error)}",
+                stacklevel=2,
+            )
+    words = {"plan": mine.plan.canonical(), "step_s": mine.predicted_s}
+    first = share(lane, words)[0]
+    return Decision(Plan.from_canonical(first["plan"]), first["step_s"], mine.grounds)
+
+
+def _choose(step: int, grounds: Grounds, allow: Allowed) -> Decision:
+    predictions = recommend(grounds.profile, grounds.cluster, allow=allow)
+    best = predictions[0]
+    default = next(each for each in predictions if each.plan == Plan())
+    say(choice(best, default, step, grounds.cluster.calibrated))
+    return Decision(best.plan, best.step_s, grounds)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

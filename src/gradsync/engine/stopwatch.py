@@ -1,0 +1,163 @@
+"""The moments of a step become seconds: forward, backward, each gradient's readiness, optimizer, the rest.
+
+    │ input │ forward │ g  g g │ waiting for others │ optimizer │ input │ …
+            │         └ backward begins             └ a lap of attach ends here
+            └ the first forward since the last backward
+
+On a GPU a moment is an event on the stream: the host is never made to wait, and all are read at the end.
+Of several backwards in one step only the last counts as such: gradients leave in it, and what came before is forward.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+Moment = Any  # a float of the host's clock, or an event of a device: only its clock knows
+
+
+class Clock(Protocol):
+    """Takes moments, and tells the seconds between two."""
+
+    def now(self) -> Moment: ...
+    def seconds(self, first: Moment, last: Moment) -> float: ...
+
+
+class HostClock:
+    """The host's own."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, first: float, last: float) -> float:
+        return last - first
+
+
+class DeviceClock:
+    """Of a GPU, which runs behind the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
+        """Waits for both; so only when all laps are over."""
+        first.synchronize()
+        last.synchronize()
+        return first.elapsed_time(last) / 1e3
+
+
+def clock_for(devices: Iterable[torch.device]) -> Clock:
+    """The clock of the one GPU that these are; with several, or none, the host's."""
+    found = set(devices)
+    gpus = [device for device in found if device.type == "cuda"]
+    return DeviceClock(gpus[0]) if len(gpus) == len(found) == 1 else HostClock()
+
+
+class Pass(NamedTuple):
+    """A forward and its backward."""
+
+    forward: Moment
+    backward: Moment
+    end: Moment
+
+
+class Lap(NamedTuple):
+    """The moments of one step."""
+
+    start: Moment
+    stop: Moment
+    passes: list[Pass]
+    arrivals: dict[int, Moment]  # by parameter
+    optimizer: list[tuple[Moment, Moment]]
+    waited: bool  # from the end of the last backward to the end of the lap
+
+
+class Sample(NamedTuple):
+    """One step in seconds."""
+
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    input_s: float
+    waited_s: float  # no part of the computation
+    ready_s: dict[int, float]  # by parameter, since the last backward began
+
+    @property
+    def compute_s(self) -> float:
+        return self.input_s + self.forward_s + self.backward_s + self.optimizer_s
+
+
+class Stopwatch:
+    """Collects laps; `samples` reads them."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._laps: list[Lap] = []
+        self._start_lap()
+
+    def _start_lap(self) -> None:
+        self._start = self._latest = self._clock.now()
+        self._forward: Moment = None
+        self._backward: Moment = None
+        self._optimizer_since: Moment = None
+        self._passes: list[Pass] = []
+        self._arrivals: dict[int, Moment] = {}
+        self._optimizer: list[tuple[Moment, Moment]] = []
+
+    def forward_begins(self) -> None:
+        if self._forward is None:
+            self._forward = self._clock.now()
+
+    def backward_begins(self) -> None:
+        self._backward = self._clock.now()
+
+    def arrived(self, index: int) -> None:
+        self._arrivals[index] = self._clock.now()
+
+    def backward_ends(self) -> None:
+        # Parts of a model that are called one by one tell of no forward: then it is all that came before.
+        begun = self._latest if self._forward is None else self._forward
+        self._latest = self._clock.now()
+        self._passes.append(Pass(begun, self._backward, self._latest))
+        self._forward = None
+
+    def optimizer_begins(self) -> None:
+        self._optimizer_since = self._clock.now()
+
+    def optimizer_ends(self) -> None:
+        if self._optimizer_since is not None:
+            self._latest = self._clock.now()
+            self._optimizer.append((self._optimizer_since, self._latest))
+            self._optimizer_since = None
+
+    def lap(self, counts: bool, waited: bool) -> None:
+        """A step has ended, and the next begins; `waited`: since its last backward, for other ranks."""
+        if counts and self._passes:
+            stop = self._clock.now()
+            self._laps.append(Lap(self._start, stop, self._passes, self._arrivals, self._optimizer, waited))
+        self._start_lap()
+
+    def samples(self) -> list[Sample]:
+        """All laps that counted, in seconds."""
+        return [self._read(lap) for lap in self._laps]
+
+    def _read(self, lap: Lap) -> Sample:
+        seconds = self._clock.seconds
+        *earlier, last = lap.passes
+        before = sum(seconds(each.forward, each.end) for each in earlier)
+        forward_s = before + seconds(last.forward, last.backward)
+        backward_s = seconds(last.backward, last.end)
+        optimizer_s = sum(seconds(*span) for span in lap.optimizer)
+        waited_s = seconds(last.end, lap.stop) if lap.waited else 0.0
+        rest = seconds(lap.start, lap.stop) - forward_s - backward_s - optimizer_s - waited_s
+        # What arrived in an earlier backward only is there when the last one begins.
+        ready = {index: max(0.0, seconds(last.backward, moment)) for index, moment in lap.arrivals.items()}
+        return Sample(forward_s, backward_s, optimizer_s, max(0.0, rest), waited_s, ready)

@@ -1,0 +1,185 @@
+"""What one plan will cost: its buckets are laid out as the engine does, a step is played, the pace says how often."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from gradsync.compress.choice import EXACT, Choice
+from gradsync.links import Cluster
+from gradsync.paces import Accumulate, AsyncSGD, Delayed, DiLoCo, EveryStep, Gossip, LocalSGD
+from gradsync.packing import default_limit, pack
+from gradsync.plan import Plan
+from gradsync.planner.collective import Collectives
+from gradsync.planner.prediction import Prediction, Quality, Span
+from gradsync.planner.profile import Gradient, ModelProfile
+from gradsync.planner.simulation import Bucket, Compute, end_s, play
+from gradsync.planner.stages import Stage, journey
+from gradsync.planner.stragglers import straggler_s
+
+_MOST_BUCKETS = 64  # to play one by one; of more, neighbours are played as one
+_NINE_IN_TEN = NormalDist().inv_cdf(0.95)  # standard deviations to either side
+_MODEL_SPREAD = {True: 0.05, False: 0.25}  # of what the model leaves out, by whether it is calibrated
+
+
+@dataclass(frozen=True)
+class _Period:
+    """What a pace makes of it, per step."""
+
+    step_s: float
+    compute_s: float
+    syncs: float  # synchronizations per step
+    waits_for: float  # ranks whose slowest is waited for
+    steps: float  # over how many steps a rank's luck evens out
+    timeline: tuple[Span, ...]
+
+
+def predict(profile: ModelProfile, cluster: Cluster, plan: Plan, collectives: Collectives | None = None) -> Prediction:
+    """Seconds, bytes and memory of a plan.
+
+    `collectives` of the same cluster, if there are some: they remember prices.
+    """
+    collectives = Collectives(cluster) if collectives is None else collectives
+    buckets = lay_out(profile, plan, collectives)
+    period = _play_pace(profile, plan, collectives, buckets)
+    jitter = cluster.device.jitter if profile.jitter is None else profile.jitter
+    late_s = straggler_s(period.compute_s, jitter, max(1, round(period.waits_for)), max(1, round(period.steps)))
+    step_s = period.step_s + late_s
+    exposed_s = max(0.0, step_s - period.compute_s)
+    deviation = math.hypot(
+        jitter * period.compute_s, cluster.across.spread * exposed_s, _MODEL_SPREAD[cluster.calibrated] * exposed_s,
+        0.02 * step_s,
+    )  # fmt: skip
+    sent = sum(stage.nbytes for bucket in buckets for stage in bucket.stages) * period.syncs
+    return Prediction(
+        plan,
+        step_s,
+        max(period.compute_s * 0.5, step_s - _NINE_IN_TEN * deviation),
+        step_s + _NINE_IN_TEN * deviation,
+        period.compute_s,
+        exposed_s,
+        round(sent),
+        memory_nbytes(profile, plan, cluster.world_size),
+        quality(plan),
+        timeline=period.timeline,
+    )
+
+
+def lay_out(profile: ModelProfile, plan: Plan, collectives: Collectives) -> list[Bucket]:
+    """Buckets as the engine packs them, in the order in which they get full."""
+
+    def choose(gradient: Gradient) -> Choice:
+        chosen = EXACT if plan.compress is None or collectives.size == 1 else plan.compress.choose(gradient.param)
+        return EXACT if chosen.across and collectives.num_hosts == 1 else chosen
+
+    gradients = profile.gradients
+    kinds = [(gradient.dtype, choose(gradient)) for gradient in gradients]
+    limit = plan.bucket_bytes or default_limit(profile.nbytes)
+    packed = pack(((kind, g.nbytes) for kind, g in zip(kinds, gradients, strict=True)), limit)
+    buckets = []
+    for index, (numbers, (_, choice)) in enumerate(packed):
+        members = [gradients[number] for number in numbers]
+        stages = journey(choice, [member.param for member in members], collectives, plan.algorithm)
+        buckets.append(Bucket(f"bucket {index}", max(member.ready_s for member in members), stages))
+    return _merged(buckets)
+
+
+def _merged(buckets: list[Bucket]) -> list[Bucket]:
+    """Neighbours that go alike as one, if there are very many."""
+    factor = math.ceil(len(buckets) / _MOST_BUCKETS)
+    merged: list[Bucket] = []
+    count = 0
+    for bucket in buckets if factor > 1 else ():
+        if merged and count % factor and len(merged[-1].stages) == len(bucket.stages):
+            stages = [_both(a, b) for a, b in zip(merged[-1].stages, bucket.stages, strict=True)]
+            merged[-1] = Bucket(merged[-1].label, max(merged[-1].ready_s, bucket.ready_s), stages)
+        else:
+            merged.append(bucket)
+            count = 0
+        count += 1
+    return merged or buckets
+
+
+def _both(a: Stage, b: Stage) -> Stage:
+    return Stage(a.seconds + b.seconds, max(a.load, b.load), a.on_wire, a.nbytes + b.nbytes)
+
+
+def _play_pace(profile: ModelProfile, plan: Plan, collectives: Collectives, buckets: Sequence[Bucket]) -> _Period:
+    """One period of the pace."""
+    device, n, pace = collectives.cluster.device, collectives.size, plan.pace
+    # Gradients are copied into buckets: read and written once.
+    copy_s = 0.0 if n == 1 else 2 * profile.nbytes / device.memory_bandwidth
+    before = profile.input_s + profile.forward_s
+    header_cost = collectives.header()
+    header = Stage(header_cost.seconds, header_cost.load, True)
+    whole = profile.compute_s
+
+    def step(overlap: bool) -> list[Span]:
+        compute = Compute(before, profile.backward_s + copy_s, profile.optimizer_s)
+        return play(compute, _late(buckets, copy_s, profile.backward_s), header, device.cores, overlap)
+
+    if isinstance(pace, EveryStep | Accumulate):
+        spans = step(plan.overlap == "backward")
+        k = pace.k if isinstance(pace, Accumulate) else 1
+        others = (k - 1) * (whole - profile.optimizer_s)
+        return _Period((end_s(spans) + others) / k, (whole + others) / k, 1 / k, n, k, tuple(spans))
+    if isinstance(pace, Delayed):
+        waiting = [bucket._replace(ready_s=0.0) for bucket in buckets]
+        spans = play(Compute(0.0, whole + copy_s, 0.0), waiting, header, device.cores, overlap=True)
+        return _Period(end_s(spans), whole, 1.0, n, pace.k + 1, tuple(spans))
+    alone = play(Compute(0.0, 0.0, 0.0), buckets, header, device.cores, overlap=False)
+    if isinstance(pace, LocalSGD):
+        return _Period(whole + end_s(alone) / pace.k, whole, 1 / pace.k, n, pace.k, tuple(alone))
+    if isinstance(pace, DiLoCo):
+        # Each fragment is hidden behind `delay` inner steps; what does not fit there is waited for.
+        exposed = max(0.0, end_s(alone) / pace.fragments - pace.delay * whole) * pace.fragments
+        outer_s = 5 * profile.nbytes / device.memory_bandwidth
+        return _Period(whole + (exposed + outer_s) / pace.k, whole, 1 / pace.k, n, pace.k, tuple(alone))
+    if isinstance(pace, Gossip):
+        seconds = collectives.gather(profile.nbytes, 2).seconds if n > 1 else 0.0
+        return _Period(whole + seconds / pace.every, whole, 1 / pace.every, 2, pace.every, ())
+    assert isinstance(pace, AsyncSGD)
+    there, back = collectives.trade(profile.nbytes), collectives.gather(profile.nbytes / n)
+    return _Period(whole + there.seconds + back.seconds, whole, 1.0, 1, 1, ())
+
+
+def _late(buckets: Sequence[Bucket], copy_s: float, backward_s: float) -> list[Bucket]:
+    """Copying is spread over backward."""
+    stretch = 1 + copy_s / backward_s if backward_s > 0 else 1.0
+    return [bucket._replace(ready_s=bucket.ready_s * stretch) for bucket in buckets]
+
+
+def quality(plan: Plan) -> Quality:
+    """What a plan does to training."""
+    if not isinstance(plan.pace, EveryStep):
+        return "other training"
+    if plan.compress is None:
+        return "exact"
+    name = getattr(plan.compress, "name", "")
+    return "16-bit" if name in ("fp16", "bf16") else "lossy"
+
+
+def memory_nbytes(profile: ModelProfile, plan: Plan, world_size: int) -> int:
+    """Copies that a plan keeps on each rank: buckets, residuals, payloads, what the pace stores."""
+    if world_size == 1:
+        return 0
+    total, numel = profile.nbytes, profile.num_params
+    nbytes = total
+    if plan.compress is not None:
+        choices = [(g, plan.compress.choose(g.param)) for g in profile.gradients]
+        nbytes += sum(4 * math.prod(g.shape) for g, choice in choices if choice.feedback)
+        payload = sum(choice.nbytes(g.param) for g, choice in choices if choice.codec is not None)
+        gathered = world_size == 2 and any(not choice.summable for _, choice in choices)
+        nbytes += payload * (world_size if gathered else 2)
+    pace = plan.pace
+    if isinstance(pace, DiLoCo):
+        nbytes += 2 * 4 * numel
+    elif isinstance(pace, Delayed):
+        nbytes += pace.k * total
+    elif isinstance(pace, Accumulate):
+        nbytes += total
+    elif isinstance(pace, Gossip | AsyncSGD):
+        nbytes += 2 * total
+    return nbytes

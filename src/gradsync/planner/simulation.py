@@ -1,0 +1,241 @@
+"""One training step, played: computation, the desk that codes, and the wire, each doing one thing at a time.
+
+    compute   │ forward │ backward ──────────────────────── │ waits │ optimizer │
+                             ready ▼        ▼          ▼         ▲
+    codec     │                    │ enc 0 ││ enc 1 │ dec 0 │ ...
+    wire      │                            │ bucket 0 ──│ bucket 1 ──│
+
+Whoever is at work asks for a share of the rank's cores (`Device.cores`): computation and coding for a whole one, the
+wire for its `load`. If there is not enough, shares are max-min fair: who asks for little gets it, the others are
+equally slow. All ranks are alike, so one is played; what makes them differ is in `stragglers`.
+
+The desk goes on as `exchange.desk` does: a bucket begins its journey, then each one that is under way goes a round
+further, oldest first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from gradsync.planner.prediction import Span
+from gradsync.planner.stages import Stage
+
+
+class Bucket(NamedTuple):
+    """What travels together."""
+
+    label: str
+    ready_s: float  # of backward's own work, when its last gradient is there
+    stages: Sequence[Stage]
+
+
+class Compute(NamedTuple):
+    """What a rank computes around the synchronization, in seconds on its own."""
+
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+
+
+class _Work(NamedTuple):
+    """Something that takes time and a share of the cores."""
+
+    seconds: float
+    load: float
+    track: Literal["compute", "codec", "wire"]
+    label: str
+
+
+_Until = Callable[[], bool]
+_Actor = Generator["_Work | _Until", None, None]
+
+
+class _Sent(NamedTuple):
+    """Something on its way."""
+
+    stage: Stage
+    label: str
+    here: list[bool]  # whether it has arrived
+    is_whole: bool  # it is all that its bucket needs
+
+
+class _Trip(NamedTuple):
+    """A bucket at the desk."""
+
+    bucket: Bucket
+    at: int = 0  # its next stage
+    waits_for: _Sent | None = None
+
+
+class _Job:
+    """What an actor is at."""
+
+    def __init__(self, actor: _Actor) -> None:
+        self.actor = actor
+        self.work: _Work | None = None
+        self.until: _Until | None = None
+        self.left_s = 0.0
+        self.begun_s = 0.0
+
+
+def play(compute: Compute, buckets: Sequence[Bucket], header: Stage, cores: float, overlap: bool) -> list[Span]:
+    """The spans of one step; it ends with the last."""
+    return _Play(compute, buckets, header, cores, overlap).run()
+
+
+class _Play:
+    def __init__(self, compute: Compute, buckets: Sequence[Bucket], header: Stage, cores: float, overlap: bool) -> None:
+        self._compute, self._buckets, self._header = compute, buckets, header
+        self._cores, self._overlap = cores, overlap
+        self._handed_in: deque[Bucket | None] = deque()  # for the desk; None: no more
+        self._to_send: deque[_Sent] = deque()
+        self._arrived = 0
+        self._done = False
+
+    def run(self) -> list[Span]:
+        jobs = [_Job(actor) for actor in (self._computing(), self._desk(), self._wire())]
+        now, spans = 0.0, list[Span]()
+        for job in jobs:
+            self._next(job, now)
+        while not self._done:
+            if not self._wake(jobs, now):
+                now = self._pass_time(jobs, now, spans)
+        return _marked(spans)
+
+    def _next(self, job: _Job, now: float) -> None:
+        job.work = job.until = None
+        step = next(job.actor, None)
+        if isinstance(step, _Work):
+            job.work, job.left_s, job.begun_s = step, step.seconds, now
+        else:
+            job.until = step
+
+    def _wake(self, jobs: list[_Job], now: float) -> bool:
+        """Let one go on that waited for something that is so now."""
+        for job in jobs:
+            if job.until is not None and job.until():
+                self._next(job, now)
+                return True
+        return False
+
+    def _pass_time(self, jobs: list[_Job], now: float, spans: list[Span]) -> float:
+        """Until the first of those at work is done."""
+        busy = [job for job in jobs if job.work is not None]
+        assert busy, "a step that never ends"
+        speeds = fair_speeds([job.work.load for job in busy if job.work is not None], self._cores)
+        passed = min(job.left_s / speed for job, speed in zip(busy, speeds, strict=True))
+        for job, speed in zip(busy, speeds, strict=True):
+            job.left_s -= passed * speed
+        now += passed
+        for job in busy:
+            if job.left_s <= 1e-15 and job.work is not None:
+                if job.work.seconds > 0:
+                    spans.append(Span(job.work.track, job.work.label, job.begun_s, now))
+                self._next(job, now)
+        return now
+
+    # The actors
+
+    def _computing(self) -> _Actor:
+        yield _Work(self._compute.forward_s, 1.0, "compute", "forward")
+        passed = 0.0
+        for bucket in self._buckets if self._overlap else ():
+            yield _Work(max(0.0, bucket.ready_s - passed), 1.0, "compute", "backward")
+            passed = max(passed, bucket.ready_s)
+            self._hand_in(bucket)
+        yield _Work(max(0.0, self._compute.backward_s - passed), 1.0, "compute", "backward")
+        for bucket in () if self._overlap else self._buckets:
+            self._hand_in(bucket)
+        self._handed_in.append(None)
+        header = self._send(self._header, "header")
+        yield lambda: header.here[0] and self._arrived == len(self._buckets)
+        yield _Work(self._compute.optimizer_s, 1.0, "compute", "optimizer")
+        self._done = True
+        yield lambda: False
+
+    def _hand_in(self, bucket: Bucket) -> None:
+        """To the desk, or straight to the wire if there is nothing to code."""
+        if len(bucket.stages) == 1 and bucket.stages[0].on_wire:
+            self._send(bucket.stages[0], bucket.label, is_whole=True)
+        else:
+            self._handed_in.append(bucket)
+
+    def _send(self, stage: Stage, label: str, is_whole: bool = False) -> _Sent:
+        self._to_send.append(_Sent(stage, label, [False], is_whole))
+        return self._to_send[-1]
+
+    def _wire(self) -> _Actor:
+        while True:
+            yield lambda: bool(self._to_send)
+            sent = self._to_send.popleft()
+            yield _Work(sent.stage.seconds, sent.stage.load, "wire", sent.label)
+            sent.here[0] = True
+            self._arrived += sent.is_whole
+
+    def _desk(self) -> _Actor:
+        trips: list[_Trip] = []
+        while True:
+            yield lambda: bool(self._handed_in)
+            bucket = self._handed_in.popleft()
+            if bucket is not None:
+                newest = yield from self._further(_Trip(bucket))
+                trips = yield from self._all_further(trips)
+                trips += [newest] if newest else []
+            while bucket is None and trips:
+                trips = yield from self._all_further(trips)
+
+    def _all_further(self, trips: list[_Trip]) -> Generator[_Work | _Until, None, list[_Trip]]:
+        going = []
+        for trip in trips:
+            going.append((yield from self._further(trip)))
+        return [trip for trip in going if trip is not None]
+
+    def _further(self, trip: _Trip) -> Generator[_Work | _Until, None, _Trip | None]:
+        """One round further; None when it has arrived."""
+        bucket, at, sent = trip
+        if sent is not None:
+            yield lambda: sent.here[0]
+        while at < len(bucket.stages) and not bucket.stages[at].on_wire:
+            yield _Work(bucket.stages[at].seconds, 1.0, "codec", bucket.label)
+            at += 1
+        if at == len(bucket.stages):
+            self._arrived += 1
+            return None
+        return _Trip(bucket, at + 1, self._send(bucket.stages[at], bucket.label))
+
+
+def fair_speeds(loads: Sequence[float], cores: float) -> list[float]:
+    """How fast each goes, from 0 to 1: max-min fair shares of the cores.
+
+    >>> fair_speeds([1.0, 0.1], 1.0), fair_speeds([1.0, 1.0], 1.0), fair_speeds([1.0, 0.0], 2.0)
+    ([0.9, 1.0], [0.5, 0.5], [1.0, 1.0])
+    """
+    speeds, left = [1.0] * len(loads), cores
+    waiting = sorted(range(len(loads)), key=lambda number: loads[number])
+    for place, number in enumerate(waiting):
+        share = min(loads[number], left / (len(waiting) - place))
+        left -= share
+        if loads[number] > 0:
+            speeds[number] = share / loads[number]
+    return speeds
+
+
+def _marked(spans: list[Span]) -> list[Span]:
+    """In order; what happens on the wire and at the desk while computation waits is exposed."""
+    computed = sorted((span.start_s, span.stop_s) for span in spans if span.track == "compute")
+    waits = [(a[1], b[0]) for a, b in pairwise(computed) if b[0] > a[1]]
+    if computed:
+        waits.append((computed[-1][1], end_s(spans)))
+    marked = []
+    for span in spans:
+        waited = sum(max(0.0, min(stop, span.stop_s) - max(start, span.start_s)) for start, stop in waits)
+        marked.append(span._replace(exposed=span.track != "compute" and waited > 1e-12))
+    return sorted(marked, key=lambda span: (span.start_s, span.track))
+
+
+def end_s(spans: Sequence[Span]) -> float:
+    """When the last is over."""
+    return max((span.stop_s for span in spans), default=0.0)

@@ -1,0 +1,105 @@
+"""A bucket's journey under a compressor, as seconds: codec, wire, codec, wire ... as `exchange.journeys` run it.
+
+exact       wire
+cast        encode │ sum of the payload │ decode
+gather      encode │ everybody's to everybody │ decode all
+two phases  encode │ a part to each │ decode, add, encode the part │ sums to everybody │ decode
+powersgd    project │ sum of P │ orthogonalize, project back │ sum of Q │ restore
+across      sum in the host │ one of these, between hosts │ back to all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gradsync.allreduce.choice import Algorithm
+from gradsync.compress.blocks import BlockCodec, two_phases_pay
+from gradsync.compress.choice import Choice, Param
+from gradsync.compress.powersgd import PowerSGD, matrix
+from gradsync.devices import CodecSpeed, Device
+from gradsync.planner.collective import Collectives, Cost
+
+# Bytes of memory traffic per element and direction where nobody measured: what is read and written, each once, for
+# gradients of 4 bytes with error feedback. A kernel reaches most of the bandwidth of a copy.
+_TRAFFIC = {
+    "fp16": (6.0, 6.0, 0.0),
+    "bf16": (6.0, 6.0, 0.0),
+    "int8": (13.0, 5.0, 0.0),
+    "int4": (12.5, 4.5, 0.0),
+    "sign": (12.1, 4.1, 0.0),
+    "topk": (12.1, 4.1, 0.0),
+    "randomk": (12.1, 4.1, 0.0),
+    "powersgd": (12.0, 8.0, 8.0),
+}
+_EFFICIENCY = {"gpu": 0.85, "cpu": 0.4}
+_MEASURED_RANK = 4  # of PowerSGD, in a device's codecs
+
+
+class Stage(NamedTuple):
+    """One thing after the other of a journey."""
+
+    seconds: float
+    load: float
+    on_wire: bool
+    nbytes: float = 0.0  # sent over a network
+
+
+def journey(
+    choice: Choice, params: Sequence[Param], collectives: Collectives, algorithm: Algorithm | None
+) -> list[Stage]:
+    """What a bucket of these parameters goes through."""
+    raw = sum(param.nbytes for param in params)
+    if choice.codec is None:
+        return [_wire(collectives.sum(algorithm, raw))]
+    if choice.across and collectives.num_hosts > 1:
+        house = _wire(collectives.house(raw))
+        inner = _compressed(choice, params, collectives, None, across=True)
+        return [house, *inner, house]
+    return _compressed(choice, params, collectives, algorithm, across=False)
+
+
+def _compressed(
+    choice: Choice, params: Sequence[Param], collectives: Collectives, algorithm: Algorithm | None, across: bool
+) -> list[Stage]:
+    codec = choice.codec
+    assert codec is not None
+    device, raw = collectives.cluster.device, sum(param.nbytes for param in params)
+    payload = float(sum(codec.nbytes(param) for param in params))
+    size = collectives.num_hosts if across else collectives.size
+    member = size if across else None
+    encode, decode, middle = _seconds(codec.name, device, raw)
+
+    def add_up(nbytes: float) -> Stage:
+        return _wire(collectives.across(nbytes) if across else collectives.sum(algorithm, nbytes))
+
+    if isinstance(codec, PowerSGD):
+        rows, cols = (sum(side) for side in zip(*(matrix(param.shape) for param in params), strict=True))
+        scale = (1 + codec.rank / _MEASURED_RANK) / 2  # half of it is reading the matrix, whatever the rank
+        sums = [add_up(4.0 * codec.rank * side) for side in (rows, cols)]
+        return [_code(encode * scale), sums[0], _code(middle * scale), sums[1], _code(decode * scale)]
+    if not isinstance(codec, BlockCodec):
+        return [_code(encode), add_up(payload), _code(decode)]
+    if two_phases_pay(size, collectives.in_memory):
+        there, back = collectives.trade(payload, member), collectives.gather(payload / size, member)
+        return [_code(encode), _wire(there), _code(decode + encode / size), _wire(back), _code(decode)]
+    return [_code(encode), _wire(collectives.gather(payload, member)), _code(decode * size)]
+
+
+def _wire(cost: Cost) -> Stage:
+    return Stage(cost.seconds, cost.load, True, cost.nbytes)
+
+
+def _code(seconds: float) -> Stage:
+    return Stage(seconds, 1.0, False)
+
+
+def _seconds(kind: str, device: Device, nbytes: float) -> tuple[float, float, float]:
+    """To encode and to decode a bucket of so many bytes of gradient, and what is between two rounds."""
+    speed = next((each for each in device.codecs if each.kind == kind), None) or _derived(kind, device)
+    return speed.encode_s * nbytes, speed.decode_s * nbytes, speed.middle_s * nbytes
+
+
+def _derived(kind: str, device: Device) -> CodecSpeed:
+    traffic = _TRAFFIC[kind]
+    return CodecSpeed(kind, *(x / 4 / (device.memory_bandwidth * _EFFICIENCY[device.kind]) for x in traffic))

@@ -1,0 +1,1 @@
+"""What the links and this machine can do, measured: a `Cluster` to plan by."""

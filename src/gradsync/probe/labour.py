@@ -1,0 +1,141 @@
+"""Something to compute, in equal portions, and what its times tell of a rank's processor."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from gradsync.probe.crew import Crew
+
+_BURST_S = 0.01
+_WHOLE_CORE = 0.9
+_COPY_NBYTES, _BRIEF_COPY_NBYTES = 64 << 20, 16 << 20
+_SIDE = {"cpu": 192, "cuda": 2048}  # three such matrices fit into a core's cache; on a GPU they fill it
+
+
+class Processor(NamedTuple):
+    """What computes on a rank, measured while every rank is busy."""
+
+    cores: float
+    jitter: float
+    memory_bandwidth: float
+    medians: tuple[float, ...]  # seconds of a burst, by rank
+
+
+class Labour:
+    """Matrix products; a burst is some ten milliseconds of them, the same number on every rank."""
+
+    def __init__(self, crew: Crew, portions: int | None = None) -> None:
+        """Every rank of the group calls this at once; `portions` make a burst, None: as many as take that long."""
+        side = _SIDE[crew.device.type]
+        self._crew = crew
+        self._operands = [torch.rand(side, side, device=crew.device) for _ in range(2)]
+        self._out = torch.empty_like(self._operands[0])
+        self.portion()
+        self.portions = portions or self._calibrate()
+
+    def _calibrate(self) -> int:
+        portion_s = median(_timed(self.portion) for _ in range(20))
+        return max(1, round(_BURST_S / median(self._crew.tell_one(portion_s))))
+
+    def portion(self) -> None:
+        torch.mm(*self._operands, out=self._out)
+        self._crew.settle()
+
+    def burst(self) -> None:
+        for _ in range(self.portions):
+            self.portion()
+
+    def rate(self, going: Callable[[], bool]) -> float:
+        """Portions per second, while `going()`."""
+        begun, count = time.perf_counter(), 0
+        while going():
+            self.portion()
+            count += 1
+        return count / (time.perf_counter() - begun)
+
+    def rate_for(self, seconds: float) -> float:
+        deadline = time.perf_counter() + seconds
+        return self.rate(lambda: time.perf_counter() < deadline)
+
+
+def examine(crew: Crew, labour: Labour) -> Processor:
+    """Cores, jitter and memory of the ranks; every rank of the group calls this, all get the same."""
+    cores = _cores(crew, labour)
+    crowded = cores < _WHOLE_CORE  # ranks take turns on the cores, some milliseconds each: look at longer bursts
+    times, longer = (5 if crew.brief else 15, 8) if crowded else (20 if crew.brief else 60, 1)
+    crew.meet()
+    bursts = crew.tell([_timed(labour.burst, longer) for _ in range(times)])
+    medians = tuple(median(row) for row in bursts)
+    return Processor(cores, jitter_of(bursts), _copy_bandwidth(crew), medians)
+
+
+def jitter_of(bursts: Sequence[Sequence[float]]) -> float:
+    """The relative standard deviation of all ranks' bursts, each by its own rank's median.
+
+    As a normal distribution has it whose middle two thirds are as wide: one burst that took ten times as long says
+    little of a step, which is longer than a burst.
+
+    >>> jitter_of([[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]]), round(jitter_of([[0.8, 0.9, 1.0, 1.0, 1.1, 1.2]]), 3)
+    (0.0, 0.1)
+    """
+    relative = sorted(seconds / median(row) for row in bursts for seconds in row)
+    last = len(relative) - 1
+    return (relative[round(0.84 * last)] - relative[round(0.16 * last)]) / 2
+
+
+def _cores(crew: Crew, labour: Labour) -> float:
+    """How many threads of a rank run at full speed while all ranks are busy, from 0 to 2; a GPU counts as one."""
+    if crew.device.type == "cuda":
+        return 1.0
+    times = 3 if crew.brief else 8
+    crew.meet()
+    alone_s = median(_timed(labour.burst) for _ in range(times)) if crew.rank == 0 else 0.0
+    alone_s = crew.tell_one(alone_s)[0]
+    two_s = median(crew.tell_one(_in_two_threads(crew, labour.portions, times) / times))
+    return min(2.0, 2 * alone_s / two_s)
+
+
+def _in_two_threads(crew: Crew, portions: int, times: int) -> float:
+    """Seconds for so many bursts of each of two threads, at once."""
+    labours = [Labour(crew, portions) for _ in range(2)]
+    crew.meet()
+
+    def work(labour: Labour) -> None:
+        torch.get_num_threads()  # a thread that torch did not start heeds set_num_threads() once it has asked
+        for _ in range(times):
+            labour.burst()
+
+    threads = [threading.Thread(target=work, args=(each,), name="gradsync-probe") for each in labours]
+    begun = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return time.perf_counter() - begun
+
+
+def _copy_bandwidth(crew: Crew) -> float:
+    """Bytes per second, read and written, in copies that all ranks make at once."""
+    nbytes = _BRIEF_COPY_NBYTES if crew.brief else _COPY_NBYTES
+    source, target = (torch.zeros(nbytes, dtype=torch.uint8, device=crew.device) for _ in range(2))
+
+    def copy() -> None:
+        target.copy_(source)
+        crew.settle()
+
+    copy()
+    crew.meet()
+    return 2 * nbytes / median(crew.tell_one(median(_timed(copy) for _ in range(3 if crew.brief else 7))))
+
+
+def _timed(work: Callable[[], None], times: int = 1) -> float:
+    begun = time.perf_counter()
+    for _ in range(times):
+        work()
+    return time.perf_counter() - begun

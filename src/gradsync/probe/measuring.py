@@ -1,0 +1,167 @@
+"""`measure`: what the links and the ranks of a group can do, as a cluster to plan by.
+
+In stages, each by all ranks of the group at once:
+
+    meet         groups of our own, who shares a host
+    compute      equal bursts on all ranks, two threads each, one rank alone; copies
+    codecs       every compressor on a bucket
+    across       all-reduces of rising size between one rank of each host, then beside computation
+    inside       the same among the ranks of each host
+    memory       the same in shared memory
+    neighbours   hosts in pairs, if there are at least three
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from gradsync.devices import Device
+from gradsync.exchange.native import NativeRoute
+from gradsync.exchange.shared import SharedRoute
+from gradsync.links import Cluster
+from gradsync.probe.burden import burden
+from gradsync.probe.codecs import codec_speeds
+from gradsync.probe.crew import Crew, gather_crew
+from gradsync.probe.findings import Findings
+from gradsync.probe.fitting import Fit, Sample, fit, memory_message, ring_message
+from gradsync.probe.labour import Labour, Processor, examine
+from gradsync.probe.pairs import measure_neighbours, slow_links
+from gradsync.probe.sweep import Caller, Memory, Timed, Wires, across, inside, sweep
+
+STAGES = ("meet", "compute", "codecs", "across", "inside", "memory", "neighbours")
+_SLOW_RANK = 1.15
+_RESTLESS = 0.1
+_TINY_NUMEL = 16
+_TINY_CALLS = 25
+_LONG_S = 0.1
+
+Tick = Callable[[str], None]
+
+
+def measure(parent: dist.ProcessGroup, brief: bool = False, tick: Tick | None = None) -> Findings:
+    """Measure the links and the ranks of a group; every rank calls this at once, and all get the same.
+
+    Some ten seconds, or with `brief` one or two. `tick` is told each of the `STAGES` when it is over. Nothing else
+    should run meanwhile: what the ranks compute at the time is taken for how slow they are.
+    """
+    if parent.size() < 2:
+        raise ValueError("there is nothing to measure between the ranks of a group of 1; start at least 2")
+    done = tick or (lambda stage: None)
+    with gather_crew(parent, brief) as crew:
+        done("meet")
+        labour = Labour(crew)
+        processor = examine(crew, labour)
+        done("compute")
+        codecs = codec_speeds(crew)
+        done("codecs")
+        tiers = _measure_tiers(crew, labour, done)
+        call_s = _call_s(crew)
+        pairs = measure_neighbours(crew) if len(crew.hosts) > 2 and not brief else []
+        done("neighbours")
+        warnings = (*_slow_ranks(crew, processor), *slow_links(pairs, crew.name_of_host))
+        device = Device(
+            name=_device_name(crew),
+            kind="gpu" if crew.device.type == "cuda" else "cpu",
+            memory_bandwidth=processor.memory_bandwidth,
+            cores=processor.cores,
+            codecs=codecs,
+            call_s=call_s,
+            jitter=processor.jitter,
+        )
+        return Findings(_cluster(crew, tiers, device), tiers, warnings)
+
+
+def _measure_tiers(crew: Crew, labour: Labour, done: Tick) -> dict[str, Fit]:
+    tiers: dict[str, Fit] = {}
+    if len(crew.hosts) > 1:
+        tiers["across"] = _fit_wires(crew, labour, across(crew))
+    done("across")
+    if crew.full_hosts:
+        tiers["inside"] = _fit_wires(crew, labour, inside(crew))
+    done("inside")
+    if crew.lane.team is not None and crew.on_host:
+        shared = Memory(crew, crew.lane.team, crew.full_hosts)
+        timed = sweep(crew, shared)
+        samples = [Sample(*memory_message(each.nbytes, each.seconds), each.checks) for each in timed]
+        tiers["memory"] = fit(samples, _load(crew, labour, shared, timed))
+    done("memory")
+    return tiers
+
+
+def _fit_wires(crew: Crew, labour: Labour, wires: Wires) -> Fit:
+    timed, num_ranks = sweep(crew, wires), len(wires.teams[0])
+    samples = [Sample(*ring_message(each.nbytes, each.seconds, num_ranks), each.checks) for each in timed]
+    return fit(samples, _load(crew, labour, wires, timed))
+
+
+def _load(crew: Crew, labour: Labour, caller: Caller, timed: list[Timed]) -> float:
+    """While large messages are on their way: the largest that do not take long."""
+    by_size = {each.nbytes: each.seconds for each in sorted(timed, key=lambda each: -each.seconds)}
+    nbytes = max((size for size, seconds in by_size.items() if seconds <= _LONG_S), default=min(by_size))
+    return burden(crew, labour, caller, nbytes, by_size[nbytes])
+
+
+def _call_s(crew: Crew) -> float:
+    """What it takes to start the sum of a bucket, and to learn that it is there."""
+    team = crew.lane.team if crew.lane.one_host and crew.on_host else None
+    route = NativeRoute(crew.lane) if team is None else SharedRoute(crew.lane, team)
+    flat = torch.zeros(_TINY_NUMEL, device=crew.wire)
+    crew.meet()
+    mine = [_call_once(crew, route, flat) for _ in range(_TINY_CALLS)]
+    return median(median(row) for row in crew.tell(mine))
+
+
+def _call_once(crew: Crew, route: NativeRoute | SharedRoute, flat: torch.Tensor) -> float:
+    begun = time.perf_counter()
+    ticket = route.launch(flat, 0)
+    launched = time.perf_counter()
+    crew.lane.wait(ticket)
+    late_s = max(0.0, time.perf_counter() - ticket.finished_at) if ticket.on_host else 0.0
+    return launched - begun + late_s
+
+
+def _slow_ranks(crew: Crew, processor: Processor) -> list[str]:
+    said = []
+    for rank, seconds in enumerate(processor.medians):
+        others = median(each for other, each in enumerate(processor.medians) if other != rank)
+        if seconds > _SLOW_RANK * others:
+            said.append(f"{crew.name_of(rank)} computes {seconds / others:.1f} times as slowly as the others")
+    if processor.jitter > _RESTLESS:
+        said.append(
+            f"equal computations take unequally long, by {100 * processor.jitter:.0f} %: more ranks than cores, "
+            "or something else runs here"
+        )
+    return said
+
+
+def _cluster(crew: Crew, tiers: dict[str, Fit], device: Device) -> Cluster:
+    """A tier that is not there (one host, or one rank on each) is taken to be like the other one."""
+    inner, outer = tiers.get("inside"), tiers.get("across")
+    links = [each.link for each in (inner or outer, outer or inner) if each is not None]
+    memory = tiers.get("memory")
+    return Cluster(
+        crew.hosts,
+        inside=links[0],
+        across=links[1],
+        memory=None if memory is None else memory.link,
+        backend="gloo" if crew.on_host else "nccl",
+        device=device,
+        calibrated=True,
+        name=_name(crew),
+    )
+
+
+def _name(crew: Crew) -> str:
+    count = len(crew.hosts)
+    return f"{crew.size} ranks on {'one host' if count == 1 else f'{count} hosts'}, {crew.name_of_host(0)} the first"
+
+
+def _device_name(crew: Crew) -> str:
+    """Rank 0's, which all agree on."""
+    name = torch.cuda.get_device_name(crew.device) if crew.device.type == "cuda" else "cpu"
+    return crew.lane.exchange(name.encode()[:64].ljust(64), "the names of the devices")[0].decode().strip()

@@ -1,0 +1,114 @@
+"""Tables in files: TOML out, and back in with a sentence for each thing that is wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Callable, Collection, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Table = Mapping[str, Any]
+
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def write(path: str | Path, comment: str, table: Table) -> None:
+    """A table as a TOML file, under a line that says what it is."""
+    text = "\n".join([f"# {comment}", *toml_lines(table)]) + "\n"
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """The table of a TOML file."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not a TOML file: {error}") from None
+
+
+def toml_lines(table: Table, path: str = "") -> list[str]:
+    """A table as TOML, its numbers and words before its tables, as the format wants it.
+
+    >>> toml_lines({"device": {"name": "cpu", "codecs": [{"kind": "int8"}]}, "sizes": [1, 2.5]})
+    ['sizes = [1, 2.5]', '', '[device]', 'name = "cpu"', '', '[[device.codecs]]', 'kind = "int8"']
+    """
+    lines, below = [], []
+    for name, value in table.items():
+        key = name if _BARE_KEY.fullmatch(name) else _show(name)
+        inside = f"{path}.{key}" if path else key
+        if isinstance(value, Mapping):
+            below += ["", f"[{inside}]", *toml_lines(value, inside)]
+        elif isinstance(value, list | tuple) and value and all(isinstance(item, Mapping) for item in value):
+            for item in value:
+                below += ["", f"[[{inside}]]", *toml_lines(item, inside)]
+        else:
+            lines.append(f"{key} = {_show(value)}")
+    return lines + below
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_show, value))}]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)  # inf, -inf, nan: TOML's words too
+    if isinstance(value, str):
+        if any("\ud800" <= letter <= "\udfff" for letter in value):
+            raise ValueError(f"{value!r} holds half a letter (a surrogate), which no text file can")
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, bool | int | float):
+        return json.dumps(value)
+    raise TypeError(f"TOML has no word for {value!r}")
+
+
+def check_fields(where: str, noun: str, table: object, allowed: Collection[str], needed: Collection[str] = ()) -> Table:
+    """The table, if it is one with these fields and no others.
+
+    >>> check_fields("c.toml", "link", {"bandwith": 1e9}, ["bandwidth", "latency_s"])
+    Traceback (most recent call last):
+    ValueError: c.toml: unknown link field 'bandwith'; a link has bandwidth, latency_s; did you mean 'bandwidth'?
+    """
+    if not isinstance(table, Mapping):
+        raise ValueError(f"{where} must be a table of {', '.join(sorted(allowed))}, got {_short(table)}")
+    for key in table:
+        if key not in allowed:
+            near = get_close_matches(key[:100], sorted(allowed), n=1)
+            guess = f"; did you mean {near[0]!r}?" if near else ""
+            known = ", ".join(sorted(allowed))
+            raise ValueError(f"{where}: unknown {noun} field {_short(key)}; a {noun} has {known}{guess}")
+    for key in needed:
+        if key not in table:
+            raise ValueError(f"{where}: the field {key!r} is missing; a {noun} needs {' and '.join(needed)}")
+    return table
+
+
+def check_kind(where: str, table: Table, key: str, kind: type | tuple[type, ...], words: str) -> None:
+    """Refuse a field of another type; a missing one is nobody's fault here.
+
+    >>> check_kind("c.toml", {"calibrated": "yes"}, "calibrated", bool, "true or false")
+    Traceback (most recent call last):
+    ValueError: c.toml: calibrated must be true or false, got 'yes'
+    """
+    if key in table:
+        value = table[key]
+        # To Python, true is the number 1; to whoever wrote the file, it is not.
+        mistaken = isinstance(value, bool) and kind is not bool
+        if mistaken or not isinstance(value, kind):
+            raise ValueError(f"{where}: {key} must be {words}, got {_short(value)}")
+
+
+def make(where: str, build: Callable[..., T], **fields: Any) -> T:
+    """What `build` makes of the fields; its complaint begins with the place in the file."""
+    try:
+        return build(**fields)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _short(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:77]}..."

@@ -1,0 +1,111 @@
+"""Closed forms say what walking through the schedule says."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradsync.allreduce.halving_doubling import HalvingDoubling
+from gradsync.allreduce.hierarchical import Hierarchical
+from gradsync.allreduce.native import Native
+from gradsync.allreduce.pricing import price
+from gradsync.allreduce.ring import Ring
+from gradsync.allreduce.shared_memory import SharedMemory
+from gradsync.allreduce.tree import Tree
+from gradsync.devices import Device
+from gradsync.links import Cluster, Link
+from gradsync.planner.collective import Collectives
+
+CURVE = ((1e3, 20e6), (1e5, 50e6), (1e6, 110e6))
+INSIDE, ACROSS = Link(5e-6, 5e9, curve=((1e3, 1e8), (1e6, 5e9))), Link(60e-6, 110e6, curve=CURVE)
+
+
+def cluster_of(num_hosts: int, per_host: int, shared_nic: bool = True, **settings: object) -> Cluster:
+    hosts = tuple(tuple(range(h * per_host, (h + 1) * per_host)) for h in range(num_hosts))
+    return Cluster(hosts, INSIDE, ACROSS, shared_nic, 1e-10, **settings)  # type: ignore[arg-type]
+
+
+shapes = st.tuples(st.integers(1, 4), st.integers(1, 4)).filter(lambda shape: shape[0] * shape[1] > 1)
+
+
+@given(shapes, st.booleans(), st.floats(1e3, 1e8))
+def test_a_ring_by_its_formula_costs_what_its_rounds_cost(
+    shape: tuple[int, int], shared_nic: bool, nbytes: float
+) -> None:
+    cluster = cluster_of(*shape, shared_nic)
+    walked = price(Ring().schedule(cluster.hosts), nbytes, cluster)
+    assert Collectives(cluster)._ring_s(nbytes) == pytest.approx(walked)
+
+
+@given(shapes, st.booleans(), st.floats(1e3, 1e8))
+def test_hierarchical_by_its_formula_costs_what_its_rounds_cost(
+    shape: tuple[int, int], shared_nic: bool, nbytes: float
+) -> None:
+    cluster = cluster_of(*shape, shared_nic, device=Device(call_s=0.0))
+    walked = price(Hierarchical().schedule(cluster.hosts), nbytes, cluster)
+    assert Collectives(cluster)._hierarchical_s(nbytes, cluster) == pytest.approx(walked)
+
+
+@given(st.sampled_from([(1, 2), (1, 8), (2, 1), (2, 4), (4, 2), (8, 1)]), st.booleans(), st.floats(1e3, 1e8))
+def test_halving_and_doubling_by_its_formula_costs_what_its_rounds_cost(
+    shape: tuple[int, int], shared_nic: bool, nbytes: float
+) -> None:
+    cluster = cluster_of(*shape, shared_nic)
+    walked = price(HalvingDoubling().schedule(cluster.hosts), nbytes, cluster)
+    assert Collectives(cluster)._closed_form(HalvingDoubling(), nbytes)[0] == pytest.approx(walked)
+
+
+@given(st.integers(3, 20), st.floats(1e4, 1e8))
+def test_trees_on_equal_links_by_their_formula_cost_what_their_rounds_cost(n: int, nbytes: float) -> None:
+    link = Link(60e-6, 110e6)
+    cluster = Cluster(tuple((rank,) for rank in range(n)), link, link)
+    walked = price(Tree().schedule(cluster.hosts), nbytes, cluster)
+    assert Collectives(cluster)._closed_form(Tree(), nbytes)[0] == pytest.approx(walked)
+
+
+@given(st.sampled_from([Native(), Ring(), Tree(), HalvingDoubling(), Hierarchical()]), shapes, st.floats(1e4, 1e7))
+def test_more_bytes_take_longer(algorithm: object, shape: tuple[int, int], nbytes: float) -> None:
+    collectives = Collectives(cluster_of(*shape))
+    costs = [collectives.sum(algorithm, size).seconds for size in (nbytes, 8 * nbytes)]  # type: ignore[arg-type]
+    assert costs[0] < costs[1]
+
+
+def test_one_rank_alone_has_nothing_to_send() -> None:
+    collectives = Collectives(cluster_of(1, 1))
+    assert collectives.sum(None, 1e6) == collectives.gather(1e6) == collectives.trade(1e6) == (0.0, 0.0, 0.0)
+    assert collectives.header().seconds == 0.0
+
+
+def test_ranks_of_one_host_use_its_memory() -> None:
+    collectives = Collectives(cluster_of(1, 4, memory=Link(1e-6, 8e9)))
+    assert collectives.resolve(None, 1e6) == SharedMemory()
+    assert collectives.sum(None, 1e6).nbytes == 0
+    assert Collectives(cluster_of(1, 4)).resolve(None, 1e6) == Native()
+
+
+def test_hosts_of_many_ranks_go_by_their_hierarchy() -> None:
+    collectives = Collectives(cluster_of(2, 4, memory=Link(1e-6, 8e9)))
+    assert collectives.resolve(None, 25e6) == Hierarchical()
+    assert collectives.sum(None, 25e6).nbytes == pytest.approx(25e6 / 4)  # each rank its share: 2(m−1)/m of S/g
+
+
+def test_two_phases_send_less_than_a_gather_from_three_ranks_on() -> None:
+    collectives = Collectives(cluster_of(5, 1))
+    there, back = collectives.trade(1e6), collectives.gather(1e6 / 5)
+    assert there.nbytes + back.nbytes == pytest.approx(2 * 4 / 5 * 1e6)
+    assert collectives.gather(1e6).nbytes == pytest.approx(4e6)
+
+
+def test_hosts_of_unequal_size_are_walked_through() -> None:
+    cluster = Cluster(((0, 1, 2), (3,)), INSIDE, ACROSS)
+    assert Collectives(cluster)._hierarchical_s(1e6, cluster) == price(
+        Hierarchical().schedule(cluster.hosts), 1e6, cluster
+    )
+
+
+def test_a_hundred_thousand_ranks_are_priced_by_formula() -> None:
+    collectives = Collectives(cluster_of(12500, 8))
+    costs = [collectives.sum(algorithm, 25e6).seconds for algorithm in collectives.candidates()]
+    assert all(0 < cost < 1e4 for cost in costs)
+    assert collectives.resolve(None, 1e3) != Ring()  # latency counts by the rank
