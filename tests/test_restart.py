@@ -39,7 +39,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[
     return weights
 
 
-@pytest.mark.parametrize(("rank", "arguments"), [("0", []), ("1", []), ("1", ["--compress"])])
+@pytest.mark.parametrize(("rank", "arguments"), [("0", []), ("1", ["--compress"])])
 def test_a_killed_run_resumes_to_the_bit(
     rank: str, arguments: list[str], undisturbed: Callable[..., dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:

@@ -28,7 +28,7 @@ from planner.models import MODELS  # noqa: E402
 from slow_link import store  # noqa: E402
 
 _HOUR_S = 3600.0
-_ROUNDS = {"50mbit": 4, "100mbit": 4, "250mbit": 6}
+_ROUNDS = {"50mbit": 3, "100mbit": 3, "250mbit": 4}
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -37,7 +37,7 @@ def measure(options: argparse.Namespace) -> None:
         for ranks in options.ranks:
             cell = f"{link} x {ranks}"
             begun, load = time.perf_counter(), os.getloadavg()[0]
-            by_rank = _play(link, ranks, options.rounds or _ROUNDS.get(link, 8))
+            by_rank = _play(link, ranks, options.rounds or _ROUNDS.get(link, 6))
             facts = {
                 "machine": bench_harness.machine(),
                 "commit": options.commit or bench_harness.commit(HERE),

@@ -62,10 +62,10 @@ class Link:
         return self.latency_s + nbytes / self.bandwidth_at(nbytes)
 
     def bandwidth_at(self, nbytes: float) -> float:
-        """Bytes per second in a message of this size: between two points of the curve by a power of the size.
+        """Bytes per second in a message of this size; between two points of the curve, seconds rise by the byte.
 
-        >>> round(Link(0.0, 100e6, curve=((1e3, 10e6), (1e5, 40e6))).bandwidth_at(1e4))
-        20000000
+        >>> round(Link(0.0, 100e6, curve=((1e3, 10e6), (1e5, 50e6))).bandwidth_at(5e4))
+        47938144
         """
         if not self.curve or nbytes >= self.curve[-1][0]:
             return self.bandwidth
@@ -76,8 +76,9 @@ class Link:
             below = above
         if below is above:
             return below[1]
-        part = math.log(nbytes / below[0]) / math.log(above[0] / below[0])
-        return float(below[1] * (above[1] / below[1]) ** part)
+        part = (nbytes - below[0]) / (above[0] - below[0])
+        seconds = (1 - part) * below[0] / below[1] + part * above[0] / above[1]
+        return nbytes / seconds
 
     def __post_init__(self) -> None:
         if not _is_number(self.latency_s) or self.latency_s < 0:

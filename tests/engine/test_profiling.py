@@ -242,7 +242,10 @@ def test_times_are_medians_over_the_ranks() -> None:
 
 
 def test_a_gradient_that_some_ranks_never_saw_is_theirs_who_did() -> None:
-    ranks = [Timing(1.0, 1.0, 0.0, 0.0, 0.0, [2.0], [math.nan, math.nan]), Timing(1, 1, 0, 0, 0, [2.0], [0.3, math.nan])]
+    ranks = [
+        Timing(1.0, 1.0, 0.0, 0.0, 0.0, [2.0], [math.nan, math.nan]),
+        Timing(1, 1, 0, 0, 0, [2.0], [0.3, math.nan]),
+    ]
     profile = join(ranks, entries(2), "net")
     assert [(g.name, g.ready_s) for g in profile.gradients] == [("p0", 0.3), ("p1", 1.0)]
     assert profile.jitter is None  # two steps in all: too few

@@ -114,16 +114,16 @@ def run(options: argparse.Namespace) -> int:
     question = ask(options)
     answered = said(lambda: answer(question.profile, question.cluster, options.allow, question.arrives))
     found = find_thresholds(answered)
-    swept = [(axis, sweep(axis, answered)) for axis in options.sweep or ()]
+    swept = said(lambda: [(axis, sweep(axis, answered)) for axis in options.sweep or ()])
     if options.out is not None:
         answered.chosen.plan.save(options.out)
     if options.html is not None:
-        options.html.write_text(_page(answered, found), encoding="utf-8")
+        options.html.write_text(_page(answered, found, swept), encoding="utf-8")
     if options.json:
-        record_ = record.as_json(answered, found)
+        told = record.as_json(answered, found)
         if swept:
-            record_["sweep"] = [sweep_as_json(axis, points) for axis, points in swept]
-        _console().out(json.dumps(record_, indent=1))
+            told["sweep"] = [sweep_as_json(axis, points) for axis, points in swept]
+        _console().out(json.dumps(told, indent=1))
     else:
         _tell(answered, found, swept, options.out)
     return 0
@@ -131,7 +131,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _tell(answered: Answer, found: Thresholds, swept: Sequence[tuple[Axis, list[Point]]], out: Path | None) -> None:
     console = _console()
-    console.print(verdict(answered), style="bold")
+    console.print(verdict(answered), style="bold", markup=False)
     console.print(calibration(answered), style="" if answered.cluster.calibrated else "yellow")
     console.print()
     for sentence in assumptions(answered):
@@ -158,11 +158,14 @@ def _tell(answered: Answer, found: Thresholds, swept: Sequence[tuple[Axis, list[
         console.print(f"or gs.Plan.load({str(out)!r}), which is written.", markup=False)
 
 
-def _page(answered: Answer, found: Thresholds) -> str:
-    now = narrow_link(answered.cluster).bandwidth / answered.arrives
-    axis = Axis("bandwidth", now / _CHART_BELOW, now * _CHART_ABOVE)
-    points = sweep(axis, answered, "lossy") if answered.cluster.world_size > 1 else []
-    return page(answered, changes(answered, found), (axis, points), _toml(answered.chosen.plan))
+def _page(answered: Answer, found: Thresholds, swept: Sequence[tuple[Axis, list[Point]]]) -> str:
+    """With a chart by bandwidth, unless another one was asked for."""
+    charts = list(swept)
+    if answered.cluster.world_size > 1 and not any(axis.what == "bandwidth" for axis, _ in swept):
+        now = narrow_link(answered.cluster).bandwidth / answered.arrives
+        axis = Axis("bandwidth", now / _CHART_BELOW, now * _CHART_ABOVE)
+        charts.insert(0, (axis, sweep(axis, answered, "lossy")))
+    return page(answered, changes(answered, found), charts, _toml(answered.chosen.plan))
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -177,8 +180,11 @@ def _check(options: argparse.Namespace) -> int:
     checked = checking.check(said(lambda: checking.read_run(options.check)))
     now = answer(checked.profile, checked.cluster, options.allow).chosen
     path = options.check / "cluster.refit.toml"
-    checked.cluster.save(path)
-    checked.profile.save(options.check / "profile.refit.toml")
+    try:
+        checked.cluster.save(path)
+        checked.profile.save(options.check / "profile.refit.toml")
+    except OSError as error:
+        raise BadInput(f"gradsync plan: {path} cannot be written: {error.strerror}; copy the folder first") from None
     console = _console()
     if options.json:
         table = {"command": "plan", "version": record.VERSION, "check": checking.as_json(checked, now)}

@@ -41,6 +41,8 @@ class Codec(Protocol):
     def nbytes(self, param: Param) -> int:
         """The bytes of this parameter's payload."""
 
+    def __hash__(self) -> int: ...
+
 
 @dataclass(frozen=True)
 class Choice:

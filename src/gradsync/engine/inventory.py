@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -121,14 +120,14 @@ def _refuse_wrappers(model: torch.nn.Module) -> None:
                 f"{where} is under DistributedDataParallel, which averages gradients itself; "
                 "pass the model that you gave to it (ddp.module) and drop the wrapper"
             )
-        if isinstance(module, FullyShardedDataParallel):
+        if _is_of(module, "torch.distributed.fsdp", "FullyShardedDataParallel"):
             raise ValueError(
                 f"{where} is under FSDP, which shards parameters; gradsync serves replicas that hold the whole model"
             )
 
 
 def _refuse_form(what: str, tensor: torch.Tensor) -> None:
-    if isinstance(tensor, DTensor):
+    if _is_of(tensor, "torch.distributed.tensor", "DTensor"):
         raise ValueError(
             f"{what} is a DTensor (FSDP2 or tensor parallelism); gradsync serves replicas that hold the "
             "whole model: attach before fully_shard is not possible, use its own replication instead"
@@ -183,3 +182,9 @@ def _places_in(optimizers: Sequence[Optimizer]) -> dict[int, list[str]]:
             for k, param in enumerate(group["params"]):
                 places.setdefault(id(param), []).append(f"{i} ({type(optimizer).__name__}) group {j} place {k}")
     return places
+
+
+def _is_of(value: object, module: str, name: str) -> bool:
+    """Whether it is of that class. Nothing is, before somebody imported it; and importing it takes a second."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(value, kind)

@@ -56,7 +56,7 @@ class Pilot:
         self._entries = steps.reducer.entries
         self._diary = None if auto.save is None else Diary(auto.save, groups.rank, groups.size)
         self._cluster = auto.cluster or probe_links(steps.reducer.lane, builder.parent)
-        self._waited_s: float | None = None  # what a synchronization took when the links were probed
+        self._waited_s: float | None = None  # what a synchronization took when the plan was chosen last
         self._misses = 0  # in a row
         self._due = _NEVER  # the count of synchronizations at which all ranks meet
         self._chosen_at = 0
@@ -136,13 +136,13 @@ class Pilot:
             self._adopt(decision)
 
     def _look_at_links(self, timings: Sequence[Timing]) -> None:
-        """Probe anew if synchronizations take another time than when that was done last."""
+        """Probe anew if synchronizations take another time than after the last probe."""
+        if self._auto.cluster is not None:
+            return
         # Who comes last waits for nobody: the shortest wait is communication alone.
         waited_s = min(timing.waited_s for timing in timings)
-        differs = self._waited_s is not None and _is_off(waited_s, self._waited_s)
-        if self._waited_s is None or differs:
-            self._waited_s = waited_s
-        if self._auto.cluster is None and (differs or self._cluster is None):
+        before_s, self._waited_s = self._waited_s, waited_s
+        if self._cluster is None or (before_s is not None and _is_off(waited_s, before_s)):
             self._cluster = probe_links(self._steps.reducer.lane, self._builder.parent)
 
     def _adopt(self, decision: Decision, anew: bool = True) -> None:

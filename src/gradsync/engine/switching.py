@@ -10,6 +10,8 @@ forward, when nothing else of a step is in memory.
 
 from __future__ import annotations
 
+import torch
+
 from gradsync.engine.building import Builder
 from gradsync.engine.reducer import Reducer
 from gradsync.engine.steps import Steps
@@ -36,7 +38,9 @@ def switch(steps: Steps, builder: Builder, plan: Plan) -> None:
     new.recorder.count = old.recorder.count
     new.lane.step = old.lane.step
     steps.install(engine)
-    # All ranks have met in the new lane, so nobody reads from the old one any more.
+    # All ranks have met in the new lane, so nobody reads from the old one any more; but a stream may be behind.
+    if any(not channel.on_host for channel in old.lane.groups.data.values()):
+        torch.cuda.synchronize()
     old_pace.close(together=True)
     old.lane.close(together=True)
 

@@ -214,8 +214,8 @@ def route_of(codec: Codec, parcel: Parcel, circle: Circle, wire: torch.device, a
 
 def _num_rounds(codec: Codec, circle: Circle) -> int:
     """How often its journey yields, on every rank: who does not speak for its host keeps count."""
-    two = isinstance(codec, PowerSGD) or (isinstance(codec, BlockCodec) and two_phases_pay(circle.size, circle.in_memory))
-    return 2 if two else 1
+    in_parts = isinstance(codec, BlockCodec) and two_phases_pay(circle.size, circle.in_memory)
+    return 2 if in_parts or isinstance(codec, PowerSGD) else 1
 
 
 def open_desk(lane: Lane, device: torch.device) -> Desk:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 
-from gradsync.compress.choice import EXACT, Choice
+from gradsync.compress.cast import Cast
+from gradsync.compress.choice import EXACT, Choice, Compressor, Param
 from gradsync.links import Cluster
 from gradsync.paces import Accumulate, AsyncSGD, Delayed, DiLoCo, EveryStep, Gossip, LocalSGD
 from gradsync.packing import default_limit, pack
@@ -16,11 +18,12 @@ from gradsync.planner.collective import Collectives
 from gradsync.planner.prediction import Prediction, Quality, Span
 from gradsync.planner.profile import Gradient, ModelProfile
 from gradsync.planner.simulation import Bucket, Compute, end_s, play
-from gradsync.planner.stages import Stage, journey
+from gradsync.planner.stages import Stage, journey, payload_nbytes
 from gradsync.planner.stragglers import straggler_s
 
-_MOST_BUCKETS = 64  # to play one by one; of more, neighbours are played as one
+_MOST_BUCKETS, _LAST_BUCKETS = 32, 8  # to play one by one; of more, neighbours are played as one
 _NINE_IN_TEN = NormalDist().inv_cdf(0.95)  # standard deviations to either side
+TYPICAL = Param("layers.0.weight", (1024, 1024))
 _MODEL_SPREAD = {True: 0.05, False: 0.25}  # of what the model leaves out, by whether it is calibrated
 
 
@@ -67,17 +70,24 @@ def predict(profile: ModelProfile, cluster: Cluster, plan: Plan, collectives: Co
     )
 
 
+@lru_cache(maxsize=1 << 16)
+def _chosen(compress: Compressor, param: Param) -> Choice:
+    return compress.choose(param)
+
+
 def lay_out(profile: ModelProfile, plan: Plan, collectives: Collectives) -> list[Bucket]:
     """Buckets as the engine packs them, in the order in which they get full."""
 
     def choose(gradient: Gradient) -> Choice:
-        chosen = EXACT if plan.compress is None or collectives.size == 1 else plan.compress.choose(gradient.param)
+        if plan.compress is None or collectives.size == 1:
+            return EXACT
+        chosen = _chosen(plan.compress, gradient.param)
         return EXACT if chosen.across and collectives.num_hosts == 1 else chosen
 
     gradients = profile.gradients
     kinds = [(gradient.dtype, choose(gradient)) for gradient in gradients]
-    limit = plan.bucket_bytes or default_limit(profile.nbytes)
-    packed = pack(((kind, g.nbytes) for kind, g in zip(kinds, gradients, strict=True)), limit)
+    nbytes = [gradient.nbytes for gradient in gradients]
+    packed = pack(zip(kinds, nbytes, strict=True), plan.bucket_bytes or default_limit(sum(nbytes)))
     buckets = []
     for index, (numbers, (_, choice)) in enumerate(packed):
         members = [gradients[number] for number in numbers]
@@ -87,19 +97,22 @@ def lay_out(profile: ModelProfile, plan: Plan, collectives: Collectives) -> list
 
 
 def _merged(buckets: list[Bucket]) -> list[Bucket]:
-    """Neighbours that go alike as one, if there are very many."""
-    factor = math.ceil(len(buckets) / _MOST_BUCKETS)
+    """Neighbours that go alike as one, if there are very many; not the last ones, which are waited for."""
+    early, last = buckets[:-_LAST_BUCKETS], buckets[-_LAST_BUCKETS:]
+    factor = math.ceil(len(early) / (_MOST_BUCKETS - _LAST_BUCKETS))
+    if factor <= 1:
+        return buckets
     merged: list[Bucket] = []
     count = 0
-    for bucket in buckets if factor > 1 else ():
-        if merged and count % factor and len(merged[-1].stages) == len(bucket.stages):
+    for bucket in early:
+        if count % factor and len(merged[-1].stages) == len(bucket.stages):
             stages = [_both(a, b) for a, b in zip(merged[-1].stages, bucket.stages, strict=True)]
             merged[-1] = Bucket(merged[-1].label, max(merged[-1].ready_s, bucket.ready_s), stages)
         else:
             merged.append(bucket)
             count = 0
         count += 1
-    return merged or buckets
+    return merged + last
 
 
 def _both(a: Stage, b: Stage) -> Stage:
@@ -109,25 +122,29 @@ def _both(a: Stage, b: Stage) -> Stage:
 def _play_pace(profile: ModelProfile, plan: Plan, collectives: Collectives, buckets: Sequence[Bucket]) -> _Period:
     """One period of the pace."""
     device, n, pace = collectives.cluster.device, collectives.size, plan.pace
-    # Gradients are copied into buckets: read and written once.
-    copy_s = 0.0 if n == 1 else 2 * profile.nbytes / device.memory_bandwidth
-    before = profile.input_s + profile.forward_s
     header_cost = collectives.header()
     header = Stage(header_cost.seconds, header_cost.load, True)
     whole = profile.compute_s
-
-    def step(overlap: bool) -> list[Span]:
-        compute = Compute(before, profile.backward_s + copy_s, profile.optimizer_s)
-        return play(compute, _late(buckets, copy_s, profile.backward_s), header, device.cores, overlap)
+    # Gradients are copied into buckets: read and written once.
+    copy_s = 0.0 if n == 1 else 2 * profile.nbytes / device.memory_bandwidth
+    # The profile was taken while every rank computed: where they share cores, it is longer than the work itself.
+    share = min(1.0, device.cores)
 
     if isinstance(pace, EveryStep | Accumulate):
-        spans = step(plan.overlap == "backward")
+        backward_s = profile.backward_s + copy_s
+        stretch = share * (backward_s / profile.backward_s if profile.backward_s else 1.0)
+        compute = Compute(
+            share * (profile.input_s + profile.forward_s), share * backward_s, share * profile.optimizer_s
+        )
+        ready = [bucket._replace(ready_s=stretch * bucket.ready_s) for bucket in buckets]
+        spans = play(compute, ready, header, device.cores, plan.overlap == "backward")
         k = pace.k if isinstance(pace, Accumulate) else 1
         others = (k - 1) * (whole - profile.optimizer_s)
         return _Period((end_s(spans) + others) / k, (whole + others) / k, 1 / k, n, k, tuple(spans))
     if isinstance(pace, Delayed):
         waiting = [bucket._replace(ready_s=0.0) for bucket in buckets]
-        spans = play(Compute(0.0, whole + copy_s, 0.0), waiting, header, device.cores, overlap=True)
+        work = Compute(0.0, share * (whole + copy_s), 0.0)
+        spans = play(work, waiting, header, device.cores, overlap=True)
         return _Period(end_s(spans), whole, 1.0, n, pace.k + 1, tuple(spans))
     alone = play(Compute(0.0, 0.0, 0.0), buckets, header, device.cores, overlap=False)
     if isinstance(pace, LocalSGD):
@@ -145,20 +162,14 @@ def _play_pace(profile: ModelProfile, plan: Plan, collectives: Collectives, buck
     return _Period(whole + there.seconds + back.seconds, whole, 1.0, 1, 1, ())
 
 
-def _late(buckets: Sequence[Bucket], copy_s: float, backward_s: float) -> list[Bucket]:
-    """Copying is spread over backward."""
-    stretch = 1 + copy_s / backward_s if backward_s > 0 else 1.0
-    return [bucket._replace(ready_s=bucket.ready_s * stretch) for bucket in buckets]
-
-
 def quality(plan: Plan) -> Quality:
     """What a plan does to training."""
     if not isinstance(plan.pace, EveryStep):
         return "other training"
     if plan.compress is None:
         return "exact"
-    name = getattr(plan.compress, "name", "")
-    return "16-bit" if name in ("fp16", "bf16") else "lossy"
+    codec = plan.compress.choose(TYPICAL).codec
+    return "16-bit" if isinstance(codec, Cast) else "lossy"
 
 
 def memory_nbytes(profile: ModelProfile, plan: Plan, world_size: int) -> int:
@@ -168,9 +179,9 @@ def memory_nbytes(profile: ModelProfile, plan: Plan, world_size: int) -> int:
     total, numel = profile.nbytes, profile.num_params
     nbytes = total
     if plan.compress is not None:
-        choices = [(g, plan.compress.choose(g.param)) for g in profile.gradients]
+        choices = [(g, _chosen(plan.compress, g.param)) for g in profile.gradients]
         nbytes += sum(4 * math.prod(g.shape) for g, choice in choices if choice.feedback)
-        payload = sum(choice.nbytes(g.param) for g, choice in choices if choice.codec is not None)
+        payload = sum(payload_nbytes(choice.codec, g.param) for g, choice in choices if choice.codec is not None)
         gathered = world_size == 2 and any(not choice.summable for _, choice in choices)
         nbytes += payload * (world_size if gathered else 2)
     pace = plan.pace

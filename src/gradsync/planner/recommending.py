@@ -6,26 +6,36 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gradsync.links import Cluster
+from gradsync.paces import every_step
 from gradsync.plan import Plan
 from gradsync.planner.candidates import Allow, candidates
 from gradsync.planner.collective import Collectives
-from gradsync.planner.predicting import predict
+from gradsync.planner.predicting import TYPICAL, predict
 from gradsync.planner.prediction import Prediction
 from gradsync.planner.profile import ModelProfile
 
-_WORTH_IT = 0.015  # less than this share of a step is no reason to change anything
+# What a plan must save, as a share of the step, to be recommended before one that changes less.
+_WORTH_IT = (
+    ("exact", 0.015),
+    ("16-bit", 0.015),
+    ("int8", 0.03),
+    ("int4", 0.05),
+    ("lossy", 0.1),
+    ("other training", 0.1),
+)
+_SAME = 0.015  # of the step: two plans are about equally fast
 _FITS = 0.02  # of the step: what is exposed is not worth a word
-_SIMPLE = ("exact", "16-bit", "lossy", "other training")
 
 
 def recommend(
     profile: ModelProfile, cluster: Cluster, allow: Allow = "all", plans: Sequence[Plan] | None = None
 ) -> list[Prediction]:
-    """Plans with what they will cost here, the recommended one first, the others by their step time.
+    """Plans with what they will cost here, the recommended one first, the others by what synchronization costs.
 
-    Of plans that are about equally fast the simplest is recommended: the default, before exact ones, before 16 bits,
-    before lossy ones, before those that change what is learned. `plans` are priced instead of our own candidates;
-    the default is always among them.
+    The default is recommended unless another exact plan is faster by more than 1.5 % of a step, that one unless one of
+    16 bits is, that one unless int8 is by 3 %, int4 by 5 %, another lossy one by 10 %, and that one unless one that
+    changes what is learned is by another 10 %. `plans`, if given, are priced instead of our own candidates, and then
+    the fastest is recommended; the default is always among them.
 
     >>> import torch
     >>> from gradsync.links import Link
@@ -41,11 +51,27 @@ def recommend(
     wanted = candidates(profile, collectives, allow) if plans is None else [Plan(), *plans]
     found = [predict(profile, cluster, plan, collectives) for plan in dict.fromkeys(wanted)]
     default = found[0]
-    ranked = sorted(found, key=lambda each: each.step_s)
-    good_enough = [each for each in found if each.step_s <= ranked[0].step_s * (1 + _WORTH_IT)]
-    best = min(good_enough, key=lambda each: (each.plan != Plan(), _SIMPLE.index(each.quality), each.step_s))
+    # By what is exposed: with `accumulate(k)` a step is shorter also because the optimizer steps less often.
+    ranked = sorted(found, key=lambda each: each.exposed_s)
+    best = _best(default, ranked) if plans is None else ranked[0]
     ranked.remove(best)
     return [replace(each, reason=reason(each, default, cluster)) for each in (best, *ranked)]
+
+
+def _best(default: Prediction, ranked: Sequence[Prediction]) -> Prediction:
+    """What changes least of what is fast enough."""
+    best = default
+    for kind, worth in _WORTH_IT.items():
+        rival = next((each for each in ranked if kind in (each.quality, _codec_of(each.plan))), best)
+        if best.exposed_s - rival.exposed_s > worth * default.step_s:
+            best = rival
+    return best
+
+
+def _codec_of(plan: Plan) -> str | None:
+    """The gentle ones by name; with another pace they are no longer gentle."""
+    codec = plan.compress.choose(TYPICAL).codec if plan.compress is not None and plan.pace == every_step() else None
+    return None if codec is None else codec.name
 
 
 def reason(prediction: Prediction, default: Prediction, cluster: Cluster) -> str:
@@ -57,8 +83,8 @@ def reason(prediction: Prediction, default: Prediction, cluster: Cluster) -> str
         if fits:
             return "communication fits into backward: compressing would buy nothing"
         return f"{_ms(default.exposed_s)} of communication stick out of backward"
-    gain = default.step_s - prediction.step_s
-    if abs(gain) <= _WORTH_IT * default.step_s:
+    gain = default.exposed_s - prediction.exposed_s
+    if abs(gain) <= _SAME * default.step_s:
         if prediction.quality == "exact":
             return "no faster and no slower than the default"
         return "communication fits into backward already" if fits else "what it saves on the wire it costs elsewhere"

@@ -11,11 +11,12 @@ across      sum in the host │ one of these, between hosts │ back to all
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from gradsync.allreduce.choice import Algorithm
 from gradsync.compress.blocks import BlockCodec, two_phases_pay
-from gradsync.compress.choice import Choice, Param
+from gradsync.compress.choice import Choice, Codec, Param
 from gradsync.compress.powersgd import PowerSGD, matrix
 from gradsync.devices import CodecSpeed, Device
 from gradsync.planner.collective import Collectives, Cost
@@ -45,6 +46,12 @@ class Stage(NamedTuple):
     nbytes: float = 0.0  # sent over a network
 
 
+@lru_cache(maxsize=1 << 16)
+def payload_nbytes(codec: Codec, param: Param) -> int:
+    """Of one parameter; remembered, since a planner asks many times."""
+    return codec.nbytes(param)
+
+
 def journey(
     choice: Choice, params: Sequence[Param], collectives: Collectives, algorithm: Algorithm | None
 ) -> list[Stage]:
@@ -65,7 +72,7 @@ def _compressed(
     codec = choice.codec
     assert codec is not None
     device, raw = collectives.cluster.device, sum(param.nbytes for param in params)
-    payload = float(sum(codec.nbytes(param) for param in params))
+    payload = float(sum(payload_nbytes(codec, param) for param in params))
     size = collectives.num_hosts if across else collectives.size
     member = size if across else None
     encode, decode, middle = _seconds(codec.name, device, raw)
@@ -96,7 +103,11 @@ def _code(seconds: float) -> Stage:
 
 def _seconds(kind: str, device: Device, nbytes: float) -> tuple[float, float, float]:
     """To encode and to decode a bucket of so many bytes of gradient, and what is between two rounds."""
-    speed = next((each for each in device.codecs if each.kind == kind), None) or _derived(kind, device)
+    speed = next((each for each in device.codecs if each.kind == kind), None)
+    if speed is None:
+        speed = _derived(kind, device)
+    else:
+        nbytes *= min(1.0, device.cores)  # measured while all ranks did it: the work itself is less
     return speed.encode_s * nbytes, speed.decode_s * nbytes, speed.middle_s * nbytes
 
 

@@ -11,7 +11,6 @@ seconds
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -143,10 +142,13 @@ def _curve(medians: list[tuple[float, float]], latency_s: float) -> tuple[tuple[
 
 
 def _spread(samples: Sequence[Sample], link: Link) -> float:
-    """By the median deviation: a single message that took ten times as long says little of the others."""
-    deviations = [abs(sample.seconds / max(link.seconds(sample.nbytes), _LEAST_S) - 1) for sample in samples]
-    spread = _MAD_TO_DEVIATION * median(deviations)
-    return spread if math.isfinite(spread) else 0.0
+    """Of messages that take longer than the latency, if any do: those are what a step waits for.
+
+    By the median deviation: a single message that took ten times as long says little of the others.
+    """
+    long = [sample for sample in samples if link.seconds(sample.nbytes) >= 2 * link.latency_s]
+    deviations = [abs(s.seconds / max(link.seconds(s.nbytes), _LEAST_S) - 1) for s in long or samples]
+    return _MAD_TO_DEVIATION * median(deviations)
 
 
 def _points(samples: Sequence[Sample], link: Link) -> tuple[Point, ...]:

@@ -14,6 +14,8 @@ from gradsync.probe.crew import Crew
 
 _BURST_S = 0.01
 _WHOLE_CORE = 0.9
+_SLOW_RANK = 1.15
+_RESTLESS = 0.1
 _COPY_NBYTES, _BRIEF_COPY_NBYTES = 64 << 20, 16 << 20
 _SIDE = {"cpu": 192, "cuda": 2048}  # three such matrices fit into a core's cache; on a GPU they fill it
 
@@ -67,12 +69,31 @@ class Labour:
 def examine(crew: Crew, labour: Labour) -> Processor:
     """Cores, jitter and memory of the ranks; every rank of the group calls this, all get the same."""
     cores = _cores(crew, labour)
-    crowded = cores < _WHOLE_CORE  # ranks take turns on the cores, some milliseconds each: look at longer bursts
-    times, longer = (5 if crew.brief else 15, 8) if crowded else (20 if crew.brief else 60, 1)
+    # Where ranks take turns on the cores, who waits in one burst has the core in the next: that is no jitter.
+    clock = time.thread_time if cores < _WHOLE_CORE else time.perf_counter
     crew.meet()
-    bursts = crew.tell([_timed(labour.burst, longer) for _ in range(times)])
+    bursts = crew.tell([_timed(labour.burst, clock) for _ in range(20 if crew.brief else 60)])
     medians = tuple(median(row) for row in bursts)
     return Processor(cores, jitter_of(bursts), _copy_bandwidth(crew), medians)
+
+
+def unlike_the_others(processor: Processor, name_of: Callable[[int], str]) -> list[str]:
+    """A sentence for each rank that is slower than the others, and one if all are restless.
+
+    >>> unlike_the_others(Processor(1.0, 0.01, 1e10, (0.010, 0.010, 0.013)), "rank {} on host b".format)
+    ['rank 2 on host b computes 1.3 times as slowly as the others']
+    """
+    said = []
+    for rank, seconds in enumerate(processor.medians):
+        others = median(each for other, each in enumerate(processor.medians) if other != rank)
+        if seconds > _SLOW_RANK * others:
+            said.append(f"{name_of(rank)} computes {seconds / others:.1f} times as slowly as the others")
+    if processor.jitter > _RESTLESS:
+        said.append(
+            f"equal computations take unequally long, by {100 * processor.jitter:.0f} %: something else runs here, "
+            "or the processor changes its pace"
+        )
+    return said
 
 
 def jitter_of(bursts: Sequence[Sequence[float]]) -> float:
@@ -134,8 +155,7 @@ def _copy_bandwidth(crew: Crew) -> float:
     return 2 * nbytes / median(crew.tell_one(median(_timed(copy) for _ in range(3 if crew.brief else 7))))
 
 
-def _timed(work: Callable[[], None], times: int = 1) -> float:
-    begun = time.perf_counter()
-    for _ in range(times):
-        work()
-    return time.perf_counter() - begun
+def _timed(work: Callable[[], None], clock: Callable[[], float] = time.perf_counter) -> float:
+    begun = clock()
+    work()
+    return clock() - begun

@@ -29,13 +29,11 @@ from gradsync.probe.codecs import codec_speeds
 from gradsync.probe.crew import Crew, gather_crew
 from gradsync.probe.findings import Findings
 from gradsync.probe.fitting import Fit, Sample, fit, memory_message, ring_message
-from gradsync.probe.labour import Labour, Processor, examine
+from gradsync.probe.labour import Labour, examine, unlike_the_others
 from gradsync.probe.pairs import measure_neighbours, slow_links
 from gradsync.probe.sweep import Caller, Memory, Timed, Wires, across, inside, sweep
 
 STAGES = ("meet", "compute", "codecs", "across", "inside", "memory", "neighbours")
-_SLOW_RANK = 1.15
-_RESTLESS = 0.1
 _TINY_NUMEL = 16
 _TINY_CALLS = 25
 _LONG_S = 0.1
@@ -63,7 +61,7 @@ def measure(parent: dist.ProcessGroup, brief: bool = False, tick: Tick | None = 
         call_s = _call_s(crew)
         pairs = measure_neighbours(crew) if len(crew.hosts) > 2 and not brief else []
         done("neighbours")
-        warnings = (*_slow_ranks(crew, processor), *slow_links(pairs, crew.name_of_host))
+        warnings = (*unlike_the_others(processor, crew.name_of), *slow_links(pairs, crew.name_of_host))
         device = Device(
             name=_device_name(crew),
             kind="gpu" if crew.device.type == "cuda" else "cpu",
@@ -123,20 +121,6 @@ def _call_once(crew: Crew, route: NativeRoute | SharedRoute, flat: torch.Tensor)
     crew.lane.wait(ticket)
     late_s = max(0.0, time.perf_counter() - ticket.finished_at) if ticket.on_host else 0.0
     return launched - begun + late_s
-
-
-def _slow_ranks(crew: Crew, processor: Processor) -> list[str]:
-    said = []
-    for rank, seconds in enumerate(processor.medians):
-        others = median(each for other, each in enumerate(processor.medians) if other != rank)
-        if seconds > _SLOW_RANK * others:
-            said.append(f"{crew.name_of(rank)} computes {seconds / others:.1f} times as slowly as the others")
-    if processor.jitter > _RESTLESS:
-        said.append(
-            f"equal computations take unequally long, by {100 * processor.jitter:.0f} %: more ranks than cores, "
-            "or something else runs here"
-        )
-    return said
 
 
 def _cluster(crew: Crew, tiers: dict[str, Fit], device: Device) -> Cluster:

@@ -27,7 +27,7 @@ _WARM_UP = 5
 _SLICE_S = 1.0
 _LEAST_SIZES = 4  # so many are measured however slow they are
 _LOADED_FROM_NBYTES, _LOAD_NBYTES = 16 << 10, 256 << 10
-_PASSES = 2
+_PASSES = 4
 
 
 class Caller(Protocol):
@@ -58,12 +58,12 @@ class Pace(NamedTuple):
     def times(self, expected_s: float) -> int:
         """
         >>> Pace(0.5, 5.0, 30).times(0.1), Pace(0.5, 5.0, 30).times(1e-4), Pace(0.5, 5.0, 30).times(1.0)
-        (5, 30, 2)
+        (5, 30, 3)
         """
-        return max(2, min(self.most, math.floor(self.size_s / expected_s + 1e-9)))
+        return max(3, min(self.most, math.floor(self.size_s / expected_s + 1e-9)))
 
 
-FULL, BRIEF = Pace(size_s=0.2, whole_s=4.0, most=25), Pace(size_s=0.1, whole_s=0.6, most=6)
+FULL, BRIEF = Pace(size_s=0.1, whole_s=2.0, most=12), Pace(size_s=0.1, whole_s=0.6, most=6)
 
 
 class Wires:
@@ -138,7 +138,7 @@ def _pass(crew: Crew, caller: Caller) -> list[Timed]:
     for nbytes in sorted(_BRIEF) if crew.brief else sorted({*_FITTED, *_CHECKS}):
         expected_s = _expected(known, nbytes)
         spent_s = sum(each.seconds for each in timed)
-        if len(known) >= _LEAST_SIZES and spent_s + 3 * expected_s > pace.whole_s:
+        if len(known) >= _LEAST_SIZES and spent_s + 4 * expected_s > pace.whole_s:
             break
         seconds = together(crew, caller, nbytes, pace.times(expected_s))
         timed += [Timed(nbytes, each, nbytes in _CHECKS and not crew.brief) for each in seconds]

@@ -28,6 +28,7 @@ from gradsync.planner.profile import ModelProfile
 
 _FASTEST = 64.0  # a link that must be off by more than this is not what is wrong
 _ENOUGH = 3  # steps
+_FORMAT = 1  # of the steps' files, as engine.diary writes them
 
 
 @dataclass(frozen=True)
@@ -107,11 +108,17 @@ def check(run: Run) -> Check:
     def fast_enough(factor: float) -> bool:
         return predict(profile, with_faster_link(run.cluster, factor), run.plan).exposed_s <= run.exposed_s
 
+    def slow_enough(factor: float) -> bool:
+        return predict(with_slower_compute(run.profile, factor), run.cluster, run.plan).step_s >= run.step_s
+
     link_factor = least(fast_enough, 1 / _FASTEST, _FASTEST)
-    cluster = run.cluster if link_factor is None else with_faster_link(run.cluster, link_factor)
+    cluster = run.cluster
+    if link_factor is not None:
+        cluster = with_faster_link(cluster, link_factor)
+    elif (factor := least(slow_enough, 1 / _FASTEST, _FASTEST)) is not None:
+        compute_factor, profile = factor, with_slower_compute(run.profile, factor)
     cluster = replace(cluster, name=f"{run.cluster.name} (refitted)".strip())
-    refitted = predict(profile, cluster, run.plan)
-    return Check(run, predicted, cluster, profile, refitted, compute_factor, link_factor)
+    return Check(run, predicted, cluster, profile, predict(profile, cluster, run.plan), compute_factor, link_factor)
 
 
 def sentences(checked: Check, now: Prediction) -> list[str]:
@@ -126,13 +133,12 @@ def sentences(checked: Check, now: Prediction) -> list[str]:
         f"Exposed: {_ms(run.exposed_s)} measured, {_ms(predicted.exposed_s)} predicted. "
         f"Further off is {'computation' if checked.culprit == 'compute' else 'what is exposed'}.",
     ]
-    if checked.link_factor is None:
-        told.append("No speed of the links explains so little waiting: they stay as they were.")
-    else:
-        told.append(
-            f"Refitted: computation × {checked.compute_factor:.2f}, links × {checked.link_factor:.2f}; "
-            f"that predicts {_ms(checked.refitted.step_s)}."
-        )
+    links = "the links as they were, for no speed of theirs explains so little waiting"
+    if checked.link_factor is not None:
+        links = f"links × {checked.link_factor:.2f}"
+    told.append(
+        f"Refitted: computation × {checked.compute_factor:.2f}, {links}; that predicts {_ms(checked.refitted.step_s)}."
+    )
     if now.plan == run.plan:
         return [*told, f"The plan would be the same now: {as_python(now.plan)}."]
     return [*told, f"The plan would be {as_python(now.plan)} now, with {_ms(now.step_s)} a step."]
@@ -175,8 +181,8 @@ def _read_steps(path: Path) -> Sequence[tuple[float, float]]:
                 break
             raise ValueError(f"{path}: line {number} is not JSON: {line[:40]!r}") from None
         if number == 1:
-            if not isinstance(row, dict) or row.get("version") != 1:
-                raise ValueError(f'{path}: the first line must say "version": 1, got {line[:40]!r}')
+            if not isinstance(row, dict) or row.get("format") != _FORMAT:
+                raise ValueError(f'{path}: the first line must say "format": {_FORMAT}, got {line[:60]!r}')
         elif not isinstance(row, dict) or not _is_time(row.get("step_s")) or not _is_time(row.get("exposed_s")):
             raise ValueError(f"{path}: line {number} needs step_s and exposed_s, in seconds, got {line[:60]!r}")
         else:

@@ -12,13 +12,15 @@ from gradsync.cli.planning.answer import Answer, saving
 from gradsync.cli.planning.chart import Line, Mark, draw_chart
 from gradsync.cli.planning.snippet import as_python, in_words
 from gradsync.cli.planning.sweep import Axis, Point
-from gradsync.cli.planning.telling import FOOTNOTE, assumptions, calibration, groups, show_value
+from gradsync.cli.planning.telling import EXTRAPOLATION, FOOTNOTE, assumptions, calibration, groups, show_value
 from gradsync.cli.planning.timeline import draw_timeline
 from gradsync.cli.planning.verdict import verdict
 from gradsync.cli.planning.what_if import narrow_link
 from gradsync.cli.planning.wording import show_interval, show_ms, show_saving, show_share
 from gradsync.planner.prediction import Prediction
 from gradsync.units import show_nbytes
+
+Swept = tuple[Axis, Sequence[Point]]
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #222; --page: #fff; --pale: #667; --line: #dfe3ea; --good: #e8f1fb;
@@ -42,8 +44,8 @@ rect.exposed { fill: var(--exposed) } .series { fill: none; stroke-width: 2 }
 """ + "".join(f".s{i} {{ stroke: var(--c{i}) }} .f{i} {{ fill: var(--c{i}) }}\n" for i in range(3))
 
 
-def page(answer: Answer, changes: Sequence[str], by_bandwidth: tuple[Axis, Sequence[Point]], plan_toml: str) -> str:
-    """The whole page."""
+def page(answer: Answer, changes: Sequence[str], swept: Sequence[Swept], plan_toml: str) -> str:
+    """The whole page; a chart for each that was swept."""
     parts = [
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
@@ -53,7 +55,7 @@ def page(answer: Answer, changes: Sequence[str], by_bandwidth: tuple[Axis, Seque
         f'<p class="pale">{escape(calibration(answer))}</p>',
         *_paragraphs(assumptions(answer)),
         *_timelines(answer),
-        *_chart(answer, *by_bandwidth),
+        *(line for axis, points in swept for line in _chart(answer, axis, points)),
         *_candidates(answer),
         *_list("What would change the answer", changes),
         "<h2>To use it</h2>",
@@ -87,18 +89,24 @@ def _timelines(answer: Answer) -> Iterator[str]:
 
 
 def _chart(answer: Answer, axis: Axis, points: Sequence[Point]) -> Iterator[str]:
-    if not points:
-        return
-    where = "between hosts" if len(answer.cluster.hosts) > 1 else "inside the host"
-    yield f"<h2>Overhead by bandwidth {where}</h2>"
+    yield f"<h2>Overhead by {axis.what}</h2>"
     lines = [
         Line("default: exact, overlapped with backward", tuple((it.value, it.usual.overhead) for it in points)),
         Line("best that trains the same", tuple((it.value, it.same.overhead) for it in points)),
         Line("best lossy", tuple((it.value, it.lossy.overhead) for it in points if it.lossy is not None)),
     ]
     labels = [(it.value, show_value(axis, it.value)) for it in points]
-    now = narrow_link(answer.cluster).bandwidth / answer.arrives
-    yield f'<div class="wide">{draw_chart([line for line in lines if line.points], labels, Mark(now, "now"))}</div>'
+    drawn = draw_chart([line for line in lines if line.points], labels, Mark(_now(answer, axis), "now"))
+    yield f'<div class="wide">{drawn}</div>'
+    if any(it.extrapolated for it in points):
+        yield f'<p class="pale">{escape(EXTRAPOLATION)}.</p>'
+
+
+def _now(answer: Answer, axis: Axis) -> float:
+    """Where on the axis the question is."""
+    if axis.what == "gpus":
+        return answer.cluster.world_size
+    return answer.profile.tokens if axis.what == "tokens" else narrow_link(answer.cluster).bandwidth / answer.arrives
 
 
 def _candidates(answer: Answer) -> Iterator[str]:

@@ -71,9 +71,10 @@ def _profile(options: argparse.Namespace, device: Device) -> ModelProfile:
     if options.profile is not None:
         _refuse(options, _DESCRIPTION, f"--profile {options.profile} says what the model is")
         return load("--profile", options.profile, ModelProfile.load)
-    if (options.params is None) == (options.arch is None):
-        wrong = "which model?" if options.params is None else "--arch says how many parameters there are:"
-        raise BadInput(f"gradsync plan: {wrong} Say --params 1e9, or --arch gpt2-xl, or --profile FILE, one of them")
+    if options.arch is not None:
+        _refuse(options, ("params",), f"--arch {options.arch} says how many parameters there are")
+    elif options.params is None:
+        raise BadInput("gradsync plan: which model? Say --params 1e9, or --arch gpt2-xl, or --profile FILE")
     flops = device.flops if options.flops is None else options.flops
     if options.flops is None and not flops:
         raise BadInput(

@@ -90,9 +90,22 @@ def parse_axis(text: str) -> Axis:
 
 def sweep(axis: Axis, answer: Answer, allow: Allow = "all") -> list[Point]:
     """Ask again at each point; bucket sizes and algorithms are left to their defaults there."""
+    if axis.what == "gpus":
+        _check_hosts(axis, answer.cluster)
     profile, cluster = _varied(axis.what, axis.high, answer)  # at this end all kinds of plan make sense
     plans = [plan for plan in candidates(profile, Collectives(cluster), allow) if _is_plain(plan)]
     return [_point(axis, value, answer, plans) for value in axis.points()]
+
+
+def _check_hosts(axis: Axis, cluster: Cluster) -> None:
+    """Refuse hosts that are not full, and hosts that nothing connects."""
+    size = max(map(len, cluster.hosts))
+    if len(cluster.hosts) == 1 and axis.high > size and cluster.across == cluster.inside:
+        raise ValueError(f"a sweep to {axis.high} GPUs needs a network between hosts of {size}: say --network 100g")
+    for gpus in axis.points():
+        if gpus > size and gpus % size:
+            less = gpus - gpus % size
+            raise ValueError(f"a sweep over {gpus} GPUs does not fill hosts of {size}: {less} or {less + size} would")
 
 
 def _is_plain(plan: Plan) -> bool:

@@ -26,11 +26,12 @@ EXTRAPOLATION = (
 )
 FOOTNOTE = (
     "step: nine in ten steps should lie in the interval. overhead: the share of the step that synchronization takes. "
-    "exposed: by how much it makes a step longer. sent: by each rank over a network, per step. memory: on each rank, "
-    "for buckets, residuals and copies. Steps of accumulate(k) are micro-batches. saves: of the step of the first plan."
+    "exposed: by how much it makes a step longer. sent: by each rank to others, per step. memory: on each rank, "
+    "for buckets, residuals and copies. Steps of accumulate(k) are micro-batches. saves: of the chosen plan's step."
 )
 
 _SHOWN = 4  # of each group
+_BAR = 12  # letters of the whole step
 
 
 def calibration(answer: Answer) -> str:
@@ -63,10 +64,11 @@ def _model(profile: ModelProfile) -> str:
     parts = ("input", "forward", "backward", "optimizer")
     times = [(part, getattr(profile, f"{part}_s")) for part in parts]
     split = ", ".join(f"{part} {show_seconds(seconds)}" for part, seconds in times if seconds)
+    # A measured profile may not know its tokens.
+    batch = "a step" if profile.tokens == 1 else f"a step of {show_count(profile.tokens)} tokens on each GPU"
     return (
         f"{name}{show_count(profile.num_params)} parameters, {show_nbytes(profile.nbytes)} of {dtypes} gradients; "
-        f"{show_count(profile.tokens)} tokens per GPU and step compute for {show_seconds(profile.compute_s)}, "
-        f"{profile.source} ({split})."
+        f"{batch} computes for {show_seconds(profile.compute_s)}, {profile.source} ({split})."
     )
 
 
@@ -104,14 +106,15 @@ def sweep_table(axis: Axis, points: Sequence[Point]) -> Table:
     """One line per value."""
     grid = Table(title=f"by {axis.what}", title_justify="left", title_style="bold", pad_edge=False)
     grid.add_column(axis.what, justify="right", no_wrap=True)
-    grid.add_column("default", justify="right")
+    grid.add_column("default", justify="right", no_wrap=True)
+    grid.add_column("", no_wrap=True, style="cyan")
     for name in ("best that trains the same", "best lossy", "best of all"):
         grid.add_column(name)
     if axis.what == "gpus":
         grid.add_column("goodput", justify="right")
         grid.add_column("")
     for point in points:
-        cells = [show_value(axis, point.value), show_share(point.usual.overhead)]
+        cells = [show_value(axis, point.value), show_share(point.usual.overhead), _bar(point.usual.overhead)]
         cells += [_cell(it) for it in (point.same, point.lossy, point.best)]
         if point.goodput is not None:
             cells += [show_share(point.goodput.share), "extrapolation" if point.extrapolated else ""]
@@ -152,6 +155,10 @@ def _row(candidate: Prediction, answer: Answer) -> list[Text | str]:
         show_nbytes(candidate.memory_nbytes),
         "" if candidate is answer.chosen else show_saving(saving(candidate, answer.chosen)),
     ]
+
+
+def _bar(share: float) -> str:
+    return "█" * round(_BAR * share)
 
 
 def _cell(prediction: Prediction | None) -> str:

@@ -58,7 +58,7 @@ def find_thresholds(answer: Answer) -> Thresholds:
 
     return Thresholds(
         bandwidth=least(cheap_on, now / _REACH, now * _REACH),
-        tokens=least(cheap_with, max(1.0, profile.tokens / _REACH), profile.tokens * _REACH),
+        tokens=least(cheap_with, profile.tokens / _REACH, profile.tokens * _REACH),
         break_even=None if compressed is None else least(useless_on, now / _REACH, now * _REACH),
         compressed=compressed,
     )
@@ -126,10 +126,11 @@ def _on_compression(answer: Answer, found: Thresholds) -> list[str]:
 
 
 def _on_tokens(answer: Answer, found: Thresholds) -> str:
-    now = show_count(answer.profile.tokens)
     if found.tokens is None:
         return f"No batch brings exact averaging under {_LIMIT}."
-    tokens = f"{show_count(round(found.tokens))} tokens per GPU and step"
+    batch, now = f"{show_count(round(found.tokens))} tokens per GPU and step", show_count(answer.profile.tokens)
+    if answer.profile.tokens == 1:  # nobody counted them
+        batch, now = f"{found.tokens:.2g} times the batch", "1"
     if answer.usual.overhead < SMALL:
-        return f"It stays under {_LIMIT} down to {tokens} (now {now})."
-    return f"It falls under {_LIMIT} from {tokens} on (now {now})."
+        return f"It stays under {_LIMIT} down to {batch} (now {now})."
+    return f"It falls under {_LIMIT} from {batch} on (now {now})."

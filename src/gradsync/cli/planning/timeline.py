@@ -7,7 +7,7 @@ wire               ░░░░ ░░░░ ░░░░ ░░░░███�
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 
 from gradsync.planner.prediction import Prediction, Span
@@ -28,9 +28,21 @@ def draw_timeline(prediction: Prediction, until_s: float) -> str:
     parts = [f'<svg class="timeline" viewBox="0 0 {_WIDTH} {foot + 26}" role="img" aria-label="timeline of a step">']
     for row, track in enumerate(used):
         parts.append(f'<text class="y" x="{_LEFT - 8}" y="{_TOP + _ROW * row + 17}">{track}</text>')
-    for span in prediction.timeline:
+    for span in _joined(prediction.timeline):
         parts += _bar(span, _TOP + _ROW * used.index(span.track), until_s)
     return "\n".join([*parts, *_axis(foot, until_s), "</svg>"])
+
+
+def _joined(spans: Sequence[Span]) -> list[Span]:
+    """What goes on without a pause as one: backward is simulated from bucket to bucket."""
+    joined: dict[str, list[Span]] = {track: [] for track in _TRACKS}
+    for span in spans:
+        row = joined[span.track]
+        if row and row[-1].label == span.label and row[-1].exposed == span.exposed and row[-1].stop_s >= span.start_s:
+            row[-1] = row[-1]._replace(stop_s=max(row[-1].stop_s, span.stop_s))
+        else:
+            row.append(span)
+    return [span for row in joined.values() for span in row]
 
 
 def _bar(span: Span, y: float, until_s: float) -> Iterator[str]:

@@ -25,14 +25,14 @@ def verdict(answer: Answer) -> str:
         )
     told = f"Synchronization as DDP does it will take {cost} of the step; "
     if saving(chosen, answer.ddp) > WORTH_IT:
-        told += f"{in_words(chosen.plan)} brings it to {show_share(chosen.overhead)}"
+        name = "gradsync's default" if chosen is answer.usual else in_words(chosen.plan)
+        told += f"{name} brings it to {show_share(chosen.overhead)}{_price(chosen, ', and')}"
     else:
         told += f"no plan that {'trains the same' if trains_the_same(chosen) else 'you allow'} does better"
     option = bolder(answer)
     if option is None:
         return f"{told}."
-    price = "is lossy" if isinstance(option.plan.pace, EveryStep) else "trains differently"
-    return f"{told}. {in_words(option.plan)} would bring it to {show_share(option.overhead)}, but {price}."
+    return f"{told}. {in_words(option.plan)} would bring it to {show_share(option.overhead)}{_price(option, ', but')}."
 
 
 def bolder(answer: Answer) -> Prediction | None:
@@ -44,6 +44,12 @@ def bolder(answer: Answer) -> Prediction | None:
     enough = max(SMALL, max((gain for gain, _ in gains), default=0.0) / 2)
     able = [it for gain, it in gains if gain > enough]
     return min(able, key=_harshness, default=None)
+
+
+def _price(prediction: Prediction, link: str) -> str:
+    if trains_the_same(prediction):
+        return ""
+    return f"{link} {'is lossy' if isinstance(prediction.plan.pace, EveryStep) else 'trains differently'}"
 
 
 def _harshness(prediction: Prediction) -> tuple[bool, int, float]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from gradsync.links import Cluster
+from gradsync.links import Cluster, Link
 from gradsync.probe.findings import Findings
 from gradsync.probe.fitting import Fit, Point
 from gradsync.units import show_bits, show_nbytes, show_rate, show_seconds
@@ -35,6 +35,7 @@ def sentences(findings: Findings, path: Path) -> list[str]:
     """How well it fits, what looked wrong, and what to do now."""
     device = findings.cluster.device
     return [
+        *(_link(name, fit.link) for name, fit in findings.tiers.items()),
         f"Each rank has {device.cores:.2f} cores to itself when all are busy; equal computations vary by "
         f"{100 * device.jitter:.1f} %; a copy moves {show_rate(device.memory_bandwidth)}; starting and ending an "
         f"all-reduce takes {show_seconds(device.call_s)}.",
@@ -57,13 +58,15 @@ def as_json(findings: Findings, path: Path) -> dict[str, Any]:
     }
 
 
-def _tier(name: str, fit: Fit) -> Table:
-    link = fit.link
-    title = (
-        f"{name}: {_TIERS[name]}\nlatency {show_seconds(link.latency_s)}, {show_bits(link.bandwidth)} = "
-        f"{show_rate(link.bandwidth)}, keeps {100 * link.load:.0f} % of a core busy"
+def _link(name: str, link: Link) -> str:
+    return (
+        f"{name}: latency {show_seconds(link.latency_s)}, large messages {show_bits(link.bandwidth)} = "
+        f"{show_rate(link.bandwidth)}; keeps {100 * link.load:.0f} % of a core busy meanwhile."
     )
-    table = Table(title=title, title_justify="left", title_style="bold")
+
+
+def _tier(name: str, fit: Fit) -> Table:
+    table = Table(title=f"{name}: {_TIERS[name]}", title_justify="left", title_style="bold")
     for column in ("message", "time", "bandwidth", "model", "model is off by"):
         table.add_column(column, justify="right", no_wrap=True)
     for point in fit.points:
