@@ -1,6 +1,6 @@
 """What a rank does: the probe, a profile of each model, and then the steps that were to be predicted.
 
-    ranks   │ probe │ model: 5 steps of profile │ arms in turn, windows of steps without a barrier inside │ next model
+    ranks   │ probe │ model: 5 steps of profile │ arms in turn: attach, warm up, a window of steps, detach │ next model
 
 A sample is the mean step of a window, on the rank that took longest.
 """
@@ -22,9 +22,9 @@ from gradsync.cli.progress import advance
 from gradsync.engine.profiling import profile
 from gradsync.probe.measuring import measure
 from planner.arms import ARMS, Arm, plan_of
-from planner.models import MODELS
+from planner.models import MODELS, Training
 
-_WARM_UP = 1  # windows
+_WARM_UP = 8  # steps: a period of the slowest pace, and more than the engine needs to learn the order
 _PROFILE_STEPS = 5
 
 
@@ -45,36 +45,39 @@ def play(link: str, arms: list[str], rounds: int, progress: str) -> dict[str, An
         training = make(rank)
         dist.barrier()
         measured = profile(training.model, training.step, training.optimizer, steps=_PROFILE_STEPS)
-        samples = _samples(make, [arm for arm in ARMS if arm.name in arms], link, rounds, progress, rank)
+        samples = _samples(training, [arm for arm in ARMS if arm.name in arms], link, rounds, progress)
         found["models"][name] = {"profile": _text(measured.save), "samples_s": samples}
     dist.barrier()
     return found
 
 
-def _samples(make: Callable[[int], Any], arms: list[Arm], link: str, rounds: int, progress: str, rank: int) -> Any:
-    trainings = {arm.name: make(rank) for arm in arms}
-    syncs = [
-        gs.attach(t.model, t.optimizer, plan_of(arm, link)) for arm, t in zip(arms, trainings.values(), strict=True)
-    ]
-
+def _samples(training: Training, arms: list[Arm], link: str, rounds: int, progress: str) -> dict[str, list[float]]:
     def turn(arm: Arm) -> Callable[[], float]:
-        def run() -> float:
-            dist.barrier()
-            begun = time.perf_counter()
-            for _ in range(arm.window):
-                trainings[arm.name].step()
-            return (time.perf_counter() - begun) / arm.window
-
-        return run
+        return lambda: _turn(training, arm, link)
 
     def tick() -> None:
-        if rank == 0:
+        if dist.get_rank() == 0:
             advance(progress)
 
-    samples = bench_harness.interleave({arm.name: turn(arm) for arm in arms}, _WARM_UP + rounds, tick)
-    for sync in syncs:
+    samples = bench_harness.interleave({arm.name: turn(arm) for arm in arms}, rounds, tick)
+    return bench_harness.rounded(samples)
+
+
+def _turn(training: Training, arm: Arm, link: str) -> float:
+    """Attach, warm up, a window of steps, and off again: as in a run that has this plan only."""
+    plan = plan_of(arm, link)
+    sync = None if plan is None else gs.attach(training.model, training.optimizer, plan)
+    for _ in range(_WARM_UP):
+        training.step()
+    dist.barrier()
+    begun = time.perf_counter()
+    for _ in range(arm.window):
+        training.step()
+    seconds = (time.perf_counter() - begun) / arm.window
+    if sync is not None:
         sync.detach()
-    return {name: values[_WARM_UP:] for name, values in bench_harness.rounded(samples).items()}
+    dist.barrier()
+    return seconds
 
 
 def _text(save: Callable[[Path], None]) -> str:

@@ -28,7 +28,7 @@ from planner.models import MODELS  # noqa: E402
 from slow_link import store  # noqa: E402
 
 _HOUR_S = 3600.0
-_ROUNDS = {"50mbit": 3, "100mbit": 3, "250mbit": 4}
+_ROUNDS = {"50mbit": 2, "100mbit": 2}
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -37,7 +37,7 @@ def measure(options: argparse.Namespace) -> None:
         for ranks in options.ranks:
             cell = f"{link} x {ranks}"
             begun, load = time.perf_counter(), os.getloadavg()[0]
-            by_rank = _play(link, ranks, options.rounds or _ROUNDS.get(link, 6))
+            by_rank = _play(link, ranks, options.rounds or _ROUNDS.get(link, 3))
             facts = {
                 "machine": bench_harness.machine(),
                 "commit": options.commit or bench_harness.commit(HERE),
@@ -52,7 +52,7 @@ def _play(link: str, ranks: int, rounds: int) -> list[dict[str, Any]]:
     arms = [arm.name for arm in ARMS]
     with tempfile.TemporaryDirectory() as folder:
         progress = str(Path(folder) / "windows")
-        with follow(progress, len(MODELS) * (1 + rounds), f"{ranks} ranks, {link}"):
+        with follow(progress, len(MODELS) * rounds, f"{ranks} ranks, {link}"):
             if link not in RATES:
                 return gs.spawn(play, ranks, link, arms, rounds, progress, timeout=_HOUR_S)
             from netlab.lab import Lab  # late: only this needs namespaces

@@ -14,7 +14,7 @@ from gradsync.planner.predicting import predict
 from gradsync.planner.prediction import Prediction
 from gradsync.planner.profile import ModelProfile
 from gradsync.planner.recommending import recommend
-from planner.arms import ARMS, plan_of
+from planner.arms import ARMS, CONTROL, plan_of
 
 _BEGIN, _END = "<!-- measured -->", "<!-- end -->"
 
@@ -58,8 +58,9 @@ def cells(results: dict[str, Any]) -> Iterator[Cell]:
         for model, found in facts["models"].items():
             profile = _profile(found)
             for arm in ARMS:
-                prediction = predict(profile, cluster, plan_of(arm, link))
-                yield Cell(link, ranks, model, arm.name, prediction, median(found["samples_s"][arm.name]), arm.apart)
+                if (plan := plan_of(arm, link)) is not None:
+                    measured_s = median(found["samples_s"][arm.name])
+                    yield Cell(link, ranks, model, arm.name, predict(profile, cluster, plan), measured_s, arm.apart)
 
 
 def choices(results: dict[str, Any]) -> Iterator[Choice]:
@@ -68,12 +69,21 @@ def choices(results: dict[str, Any]) -> Iterator[Choice]:
         link, ranks = _split(name)
         cluster = _load(Cluster, facts["cluster"])
         for model, found in facts["models"].items():
-            plans = {plan_of(arm, link): arm.name for arm in ARMS if not arm.apart}
+            plans = {plan: arm.name for arm in ARMS if not arm.apart and (plan := plan_of(arm, link)) is not None}
             ranked = recommend(_profile(found), cluster, plans=list(plans))
             chosen = next(plans[each.plan] for each in ranked if each.plan in plans)
             measured = {arm: median(found["samples_s"][arm]) for arm in plans.values()}
             best = min(measured, key=lambda arm: measured[arm])
             yield Choice(link, ranks, model, chosen, best, measured[chosen] / measured[best] - 1)
+
+
+def drifts(results: dict[str, Any]) -> list[float]:
+    """How much slower than profiled the machine computed while plans were measured, link by link and model by model."""
+    return [
+        median(found["samples_s"][CONTROL]) / _profile(found).compute_s - 1
+        for facts in results.get("links", {}).values()
+        for found in facts["models"].values()
+    ]
 
 
 def write(path: Path, results: dict[str, Any]) -> None:
@@ -92,6 +102,11 @@ def tables(results: dict[str, Any]) -> str:
     parts.append(
         f"Regret of the choice against the best measured plan, {len(picked)} choices: "
         f"median {100 * median(regrets):.1f} %, worst {100 * max(regrets):.1f} %."
+    )
+    drift = drifts(results)
+    parts.append(
+        f"Without synchronization a step took from {100 * min(drift):+.0f} to {100 * max(drift):+.0f} % of what was "
+        f"profiled a minute before (median {100 * median(drift):+.0f} %): so much is the machine's own."
     )
     parts.append(bench_harness.table(*_cell_rows(found)))
     parts.append(bench_harness.table(*_choice_rows(picked)))

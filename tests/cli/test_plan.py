@@ -14,7 +14,6 @@ import torch
 import gradsync as gs
 from gradsync.cli.entry import main
 from gradsync.cli.planning.answer import Answer, answer, trains_the_same
-from gradsync.cli.planning.snippet import as_python, in_words
 from gradsync.cli.planning.sweep import Axis, parse_axis, sweep
 from gradsync.cli.planning.telling import assumptions, groups, left_out
 from gradsync.cli.planning.thresholds import changes, find_thresholds, least
@@ -24,6 +23,7 @@ from gradsync.links import Cluster, Link, as_hosts
 from gradsync.planner.catalogue import cluster
 from gradsync.planner.predicting import predict
 from gradsync.planner.profile import Gradient, ModelProfile
+from gradsync.planner.snippet import as_python, in_words
 
 Capture = pytest.CaptureFixture[str]
 

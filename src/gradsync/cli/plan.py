@@ -18,7 +18,6 @@ from gradsync.cli.planning import checking, record
 from gradsync.cli.planning.answer import Answer, answer
 from gradsync.cli.planning.page import page
 from gradsync.cli.planning.question import ask, said
-from gradsync.cli.planning.snippet import as_python
 from gradsync.cli.planning.sweep import Axis, Point, parse_axis, sweep
 from gradsync.cli.planning.sweep import as_json as sweep_as_json
 from gradsync.cli.planning.telling import (
@@ -35,6 +34,7 @@ from gradsync.cli.planning.verdict import verdict
 from gradsync.cli.planning.what_if import narrow_link
 from gradsync.plan import Plan
 from gradsync.planner.candidates import ALLOWS
+from gradsync.planner.snippet import as_python
 from gradsync.tables import toml_lines
 
 T = TypeVar("T")

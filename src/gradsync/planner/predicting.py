@@ -97,7 +97,10 @@ def lay_out(profile: ModelProfile, plan: Plan, collectives: Collectives) -> list
 
 
 def _merged(buckets: list[Bucket]) -> list[Bucket]:
-    """Neighbours that go alike as one, if there are very many; not the last ones, which are waited for."""
+    """Neighbours that go alike as one, if there are very many; not the last ones, which are waited for.
+
+    They are ready when the first is: where the wire is what takes long, it begins then and never rests.
+    """
     early, last = buckets[:-_LAST_BUCKETS], buckets[-_LAST_BUCKETS:]
     factor = math.ceil(len(early) / (_MOST_BUCKETS - _LAST_BUCKETS))
     if factor <= 1:
@@ -107,7 +110,7 @@ def _merged(buckets: list[Bucket]) -> list[Bucket]:
     for bucket in early:
         if count % factor and len(merged[-1].stages) == len(bucket.stages):
             stages = [_both(a, b) for a, b in zip(merged[-1].stages, bucket.stages, strict=True)]
-            merged[-1] = Bucket(merged[-1].label, max(merged[-1].ready_s, bucket.ready_s), stages)
+            merged[-1] = Bucket(merged[-1].label, merged[-1].ready_s, stages)
         else:
             merged.append(bucket)
             count = 0

@@ -13,6 +13,7 @@ from gradsync.planner.collective import Collectives
 from gradsync.planner.predicting import TYPICAL, predict
 from gradsync.planner.prediction import Prediction
 from gradsync.planner.profile import ModelProfile
+from gradsync.units import show_seconds
 
 # What a plan must save, as a share of the step, to be recommended before one that changes less.
 _WORTH_IT = (
@@ -61,7 +62,7 @@ def recommend(
 def _best(default: Prediction, ranked: Sequence[Prediction]) -> Prediction:
     """What changes least of what is fast enough."""
     best = default
-    for kind, worth in _WORTH_IT.items():
+    for kind, worth in _WORTH_IT:
         rival = next((each for each in ranked if kind in (each.quality, _codec_of(each.plan))), best)
         if best.exposed_s - rival.exposed_s > worth * default.step_s:
             best = rival
@@ -82,15 +83,15 @@ def reason(prediction: Prediction, default: Prediction, cluster: Cluster) -> str
     if prediction.plan == Plan():
         if fits:
             return "communication fits into backward: compressing would buy nothing"
-        return f"{_ms(default.exposed_s)} of communication stick out of backward"
+        return f"{show_seconds(default.exposed_s)} of communication stick out of backward"
     gain = default.exposed_s - prediction.exposed_s
     if abs(gain) <= _SAME * default.step_s:
         if prediction.quality == "exact":
             return "no faster and no slower than the default"
         return "communication fits into backward already" if fits else "what it saves on the wire it costs elsewhere"
     if gain < 0:
-        return f"slower than the default by {_ms(-gain)}{_why_slower(prediction, default)}"
-    saved = f"saves {_ms(gain)} of {_ms(default.exposed_s)}"
+        return f"slower than the default by {show_seconds(-gain)}{_why_slower(prediction, default)}"
+    saved = f"saves {show_seconds(gain)} of {show_seconds(default.exposed_s)}"
     if prediction.quality == "other training":
         return f"{saved}, but changes what is learned: compare the loss"
     if prediction.quality != "exact":
@@ -112,7 +113,3 @@ def _why_slower(prediction: Prediction, default: Prediction) -> str:
     if prediction.plan.bucket_bytes is not None:
         return ": buckets of this size do not overlap as well"
     return ""
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

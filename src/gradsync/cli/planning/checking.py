@@ -16,7 +16,6 @@ from statistics import fmean, median
 from typing import Any
 
 from gradsync.cli.planning.question import load
-from gradsync.cli.planning.snippet import as_python
 from gradsync.cli.planning.thresholds import least
 from gradsync.cli.planning.what_if import with_faster_link, with_slower_compute
 from gradsync.links import Cluster
@@ -25,6 +24,7 @@ from gradsync.plan import Plan
 from gradsync.planner.predicting import predict
 from gradsync.planner.prediction import Prediction
 from gradsync.planner.profile import ModelProfile
+from gradsync.planner.snippet import as_python
 
 _FASTEST = 64.0  # a link that must be off by more than this is not what is wrong
 _ENOUGH = 3  # steps

@@ -10,7 +10,6 @@ from html import escape
 
 from gradsync.cli.planning.answer import Answer, saving
 from gradsync.cli.planning.chart import Line, Mark, draw_chart
-from gradsync.cli.planning.snippet import as_python, in_words
 from gradsync.cli.planning.sweep import Axis, Point
 from gradsync.cli.planning.telling import EXTRAPOLATION, FOOTNOTE, assumptions, calibration, groups, show_value
 from gradsync.cli.planning.timeline import draw_timeline
@@ -18,6 +17,7 @@ from gradsync.cli.planning.verdict import verdict
 from gradsync.cli.planning.what_if import narrow_link
 from gradsync.cli.planning.wording import show_interval, show_ms, show_saving, show_share
 from gradsync.planner.prediction import Prediction
+from gradsync.planner.snippet import as_python, in_words
 from gradsync.units import show_nbytes
 
 Swept = tuple[Axis, Sequence[Point]]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from gradsync.cli.planning.answer import Answer
-from gradsync.cli.planning.snippet import as_python, in_words
 from gradsync.cli.planning.thresholds import Thresholds, changes
 from gradsync.cli.planning.verdict import verdict
 from gradsync.links import Cluster, Link
 from gradsync.planner.prediction import Prediction
 from gradsync.planner.profile import ModelProfile
+from gradsync.planner.snippet import as_python, in_words
 
 VERSION = 1  # goes up when a field changes its meaning or goes away; new ones may come at any time
 

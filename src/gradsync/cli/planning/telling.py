@@ -9,7 +9,6 @@ from rich.table import Table
 from rich.text import Text
 
 from gradsync.cli.planning.answer import Answer, saving
-from gradsync.cli.planning.snippet import in_words
 from gradsync.cli.planning.sweep import FAR, Axis, Point
 from gradsync.cli.planning.verdict import bolder
 from gradsync.cli.planning.wording import show_interval, show_ms, show_saving, show_share
@@ -17,6 +16,7 @@ from gradsync.links import Link
 from gradsync.plan import Plan
 from gradsync.planner.prediction import Prediction
 from gradsync.planner.profile import ModelProfile
+from gradsync.planner.snippet import in_words
 from gradsync.units import show_bits, show_count, show_nbytes, show_rate, show_seconds
 
 CALIBRATED = "Calibrated by a probe of these links."

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from math import sqrt
 
 from gradsync.cli.planning.answer import SMALL, Answer
-from gradsync.cli.planning.snippet import in_words
 from gradsync.cli.planning.verdict import bolder
 from gradsync.cli.planning.what_if import narrow_link, with_bandwidth, with_tokens
 from gradsync.planner.predicting import predict
 from gradsync.planner.prediction import Prediction
+from gradsync.planner.snippet import in_words
 from gradsync.units import show_bits, show_count
 
 _REACH = 1e4  # how many times as fast, or as large, or as slow, to look

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from gradsync.cli.planning.answer import SMALL, WORTH_IT, Answer, saving, trains_the_same
-from gradsync.cli.planning.snippet import in_words
 from gradsync.cli.planning.wording import show_share
 from gradsync.compress import recipes
 from gradsync.paces import EveryStep
 from gradsync.planner.prediction import Prediction
+from gradsync.planner.snippet import in_words
 
 # By what they did to a loss (docs/compression.md), the gentlest first.
 _GENTLE = ("int8", "int4", "powersgd", "sign", "topk", "randomk")
