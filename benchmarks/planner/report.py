@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import bench_harness
 from gradsync.links import Cluster
+from gradsync.plan import Plan
 from gradsync.planner.predicting import predict
 from gradsync.planner.prediction import Prediction
 from gradsync.planner.profile import ModelProfile
@@ -80,8 +81,9 @@ def choices(results: dict[str, Any]) -> Iterator[Choice]:
 def drifts(results: dict[str, Any]) -> list[float]:
     """How much slower than profiled the machine computed while plans were measured, link by link and model by model."""
     return [
-        median(found["samples_s"][CONTROL]) / _profile(found).compute_s - 1
+        median(found["samples_s"][CONTROL]) / predict(_profile(found), cluster, Plan()).compute_s - 1
         for facts in results.get("links", {}).values()
+        for cluster in [_load(Cluster, facts["cluster"])]
         for found in facts["models"].values()
     ]
 

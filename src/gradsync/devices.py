@@ -32,7 +32,7 @@ class Device:
         flops: The most 16-bit operations per second that it could do; 0: unknown.
         memory_nbytes: How much it holds; 0: unknown.
         memory_bandwidth: Bytes per second, read and written together, of a copy.
-        cores: How many threads of one rank run at full speed when all ranks of the host are busy; 2/3 where three
+        cores: How many cores a rank has for itself while all ranks of the host are busy; 2/3 where three
             ranks share two cores. For a GPU, 1: whatever runs beside a computation slows it down.
         codecs: Measured speeds; what is missing is derived from the memory bandwidth.
         call_s: Seconds from a bucket's being ready to its first byte, and for each further round: Python, mostly.

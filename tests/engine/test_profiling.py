@@ -22,12 +22,16 @@ class Ticking:
 
     def __init__(self) -> None:
         self._ticks = itertools.count()
+        self.queued = 0.0
 
     def now(self) -> float:
         return float(next(self._ticks))
 
     def seconds(self, first: float, last: float) -> float:
         return last - first
+
+    def queued_s(self) -> float:
+        return self.queued
 
 
 def names(profile: gs.ModelProfile) -> list[str]:
@@ -197,6 +201,21 @@ def test_the_parts_of_a_step_add_up_to_the_whole() -> None:
     (sample,) = watch.samples()
     assert sample == Sample(1, 3, 1, 2, 1, {1: 1, 0: 2})
     assert sample.compute_s + sample.waited_s == 8
+
+
+def test_waiting_for_a_core_is_no_part_of_the_work() -> None:
+    clock = Ticking()
+    watch = Stopwatch(clock)
+    watch.forward_begins()
+    watch.backward_begins()
+    watch.arrived(0)
+    clock.queued += 1.5  # of the 3 seconds of backward
+    watch.arrived(1)
+    watch.backward_ends()
+    watch.lap(counts=True, waited=False)
+    (sample,) = watch.samples()
+    assert (sample.forward_s, sample.backward_s) == (1.0, 1.5)
+    assert sample.ready_s == {0: 0.5, 1: 1.0}  # spread over backward
 
 
 def test_of_several_backwards_the_last_counts_and_the_others_are_forward() -> None:

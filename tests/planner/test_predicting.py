@@ -70,11 +70,11 @@ def test_one_rank_alone_only_computes(plan: Plan) -> None:
         assert found.step_s == pytest.approx(found.compute_s)
 
 
-def test_three_ranks_on_two_cores_compute_as_long_as_the_profile_says() -> None:
-    """The profile was taken while they shared the cores: it is not to be stretched again."""
+def test_three_ranks_on_two_cores_compute_half_as_long_again() -> None:
     fast = cluster_of(1e12, num_hosts=3, device=Device(cores=2 / 3, call_s=0.0, memory_bandwidth=1e15))
     found = predict(profile_of(), replace(fast, across=Link(0.0, 1e12)), Plan())
-    assert found.step_s == pytest.approx(profile_of().compute_s, rel=1e-3)
+    assert found.compute_s == pytest.approx(1.5 * profile_of().compute_s)
+    assert found.step_s == pytest.approx(found.compute_s, rel=1e-3)
 
 
 def test_the_wire_of_a_slow_link_is_what_is_waited_for() -> None:

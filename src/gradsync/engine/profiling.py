@@ -26,7 +26,7 @@ def profile(
     `step` runs one: forward, backward, and what else belongs to it. It is called once more than that, since the
     first one warms up. With the optimizer its time is told apart. On a GPU nothing waits for the host.
 
-    Run it on every rank of a host at once if they share its cores, and without attaching the model.
+    Run it without attaching the model. Time in which others had all cores does not count.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     >>> measured = profile(model, lambda: model(torch.ones(2, 4)).sum().backward())

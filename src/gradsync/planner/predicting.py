@@ -127,26 +127,24 @@ def _play_pace(profile: ModelProfile, plan: Plan, collectives: Collectives, buck
     device, n, pace = collectives.cluster.device, collectives.size, plan.pace
     header_cost = collectives.header()
     header = Stage(header_cost.seconds, header_cost.load, True)
-    whole = profile.compute_s
+    # Where ranks share cores, what a profile calls a second takes longer.
+    share = min(1.0, device.cores)
+    whole = profile.compute_s / share
     # Gradients are copied into buckets: read and written once.
     copy_s = 0.0 if n == 1 else 2 * profile.nbytes / device.memory_bandwidth
-    # The profile was taken while every rank computed: where they share cores, it is longer than the work itself.
-    share = min(1.0, device.cores)
 
     if isinstance(pace, EveryStep | Accumulate):
         backward_s = profile.backward_s + copy_s
-        stretch = share * (backward_s / profile.backward_s if profile.backward_s else 1.0)
-        compute = Compute(
-            share * (profile.input_s + profile.forward_s), share * backward_s, share * profile.optimizer_s
-        )
+        stretch = backward_s / profile.backward_s if profile.backward_s else 1.0
+        compute = Compute(profile.input_s + profile.forward_s, backward_s, profile.optimizer_s)
         ready = [bucket._replace(ready_s=stretch * bucket.ready_s) for bucket in buckets]
         spans = play(compute, ready, header, device.cores, plan.overlap == "backward")
         k = pace.k if isinstance(pace, Accumulate) else 1
-        others = (k - 1) * (whole - profile.optimizer_s)
+        others = (k - 1) * (whole - profile.optimizer_s / share)
         return _Period((end_s(spans) + others) / k, (whole + others) / k, 1 / k, n, k, tuple(spans))
     if isinstance(pace, Delayed):
         waiting = [bucket._replace(ready_s=0.0) for bucket in buckets]
-        work = Compute(0.0, share * (whole + copy_s), 0.0)
+        work = Compute(0.0, profile.compute_s + copy_s, 0.0)
         spans = play(work, waiting, header, device.cores, overlap=True)
         return _Period(end_s(spans), whole, 1.0, n, pace.k + 1, tuple(spans))
     alone = play(Compute(0.0, 0.0, 0.0), buckets, header, device.cores, overlap=False)

@@ -33,7 +33,9 @@ class Gradient(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """A training step of one rank, without synchronization.
+    """A training step of one rank, without synchronization, on a core or GPU of its own.
+
+    Where ranks share cores it takes longer, which is the cluster's business (`Device.cores`).
 
     Args:
         gradients: In the order in which they are ready.

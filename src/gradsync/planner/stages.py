@@ -103,11 +103,7 @@ def _code(seconds: float) -> Stage:
 
 def _seconds(kind: str, device: Device, nbytes: float) -> tuple[float, float, float]:
     """To encode and to decode a bucket of so many bytes of gradient, and what is between two rounds."""
-    speed = next((each for each in device.codecs if each.kind == kind), None)
-    if speed is None:
-        speed = _derived(kind, device)
-    else:
-        nbytes *= min(1.0, device.cores)  # measured while all ranks did it: the work itself is less
+    speed = next((each for each in device.codecs if each.kind == kind), None) or _derived(kind, device)
     return speed.encode_s * nbytes, speed.decode_s * nbytes, speed.middle_s * nbytes
 
 

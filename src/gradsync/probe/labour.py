@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from statistics import median
+from statistics import mean, median
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from gradsync.probe.crew import Crew
 
 _BURST_S = 0.01
+_SPELL_S, _BRIEF_SPELL_S = 0.5, 0.2
 _WHOLE_CORE = 0.9
 _SLOW_RANK = 1.15
 _RESTLESS = 0.1
@@ -68,7 +69,7 @@ class Labour:
 
 def examine(crew: Crew, labour: Labour) -> Processor:
     """Cores, jitter and memory of the ranks; every rank of the group calls this, all get the same."""
-    cores = _cores(crew, labour)
+    cores = _cores(crew)
     # Where ranks take turns on the cores, who waits in one burst has the core in the next: that is no jitter.
     clock = time.thread_time if cores < _WHOLE_CORE else time.perf_counter
     crew.meet()
@@ -110,35 +111,31 @@ def jitter_of(bursts: Sequence[Sequence[float]]) -> float:
     return (relative[round(0.84 * last)] - relative[round(0.16 * last)]) / 2
 
 
-def _cores(crew: Crew, labour: Labour) -> float:
-    """How many threads of a rank run at full speed while all ranks are busy, from 0 to 2; a GPU counts as one."""
+def _cores(crew: Crew) -> float:
+    """How many cores a rank gets if it asks for two while all ranks do; a GPU counts as one."""
     if crew.device.type == "cuda":
         return 1.0
-    times = 3 if crew.brief else 8
-    crew.meet()
-    alone_s = median(_timed(labour.burst) for _ in range(times)) if crew.rank == 0 else 0.0
-    alone_s = crew.tell_one(alone_s)[0]
-    two_s = median(crew.tell_one(_in_two_threads(crew, labour.portions, times) / times))
-    return min(2.0, 2 * alone_s / two_s)
+    return min(2.0, mean(crew.tell_one(_asking_for_two(crew))))
 
 
-def _in_two_threads(crew: Crew, portions: int, times: int) -> float:
-    """Seconds for so many bursts of each of two threads, at once."""
-    labours = [Labour(crew, portions) for _ in range(2)]
+def _asking_for_two(crew: Crew) -> float:
+    """The cores' time that two busy threads of this rank get, by the second."""
+    labours = [Labour(crew, portions=1) for _ in range(2)]
     crew.meet()
+    deadline = time.perf_counter() + (_BRIEF_SPELL_S if crew.brief else _SPELL_S)
 
     def work(labour: Labour) -> None:
         torch.get_num_threads()  # a thread that torch did not start heeds set_num_threads() once it has asked
-        for _ in range(times):
+        while time.perf_counter() < deadline:
             labour.burst()
 
     threads = [threading.Thread(target=work, args=(each,), name="gradsync-probe") for each in labours]
-    begun = time.perf_counter()
+    begun, used = time.perf_counter(), time.process_time()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return time.perf_counter() - begun
+    return (time.process_time() - used) / (time.perf_counter() - begun)
 
 
 def _copy_bandwidth(crew: Crew) -> float:
