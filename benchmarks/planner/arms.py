@@ -17,7 +17,8 @@ class Arm(NamedTuple):
 
     name: str
     plan: gs.Plan | None  # None: no synchronization at all, to see whether the machine still is as it was profiled
-    window: int = 6
+    warm_up: int = 3  # steps: the engine learns the order of gradients in the first
+    window: int = 4
     apart: bool = False  # not one of the cells that the goal is about
 
 
@@ -28,8 +29,8 @@ ARMS = (
     Arm("bf16", gs.Plan(compress=gs.bf16())),
     Arm("int8", gs.Plan(compress=gs.int8())),
     Arm("powersgd", gs.Plan(compress=gs.powersgd(4))),
-    Arm("accumulate", gs.Plan(pace=gs.accumulate(4)), 8, apart=True),
-    Arm("diloco", gs.Plan(pace=gs.diloco(8)), 8, apart=True),
+    Arm("accumulate", gs.Plan(pace=gs.accumulate(4)), 8, 8, apart=True),
+    Arm("diloco", gs.Plan(pace=gs.diloco(8)), 8, 8, apart=True),
 )
 
 

@@ -1,6 +1,9 @@
 """What a rank does: the probe, a profile of each model, and then the steps that were to be predicted.
 
-    ranks   │ probe │ model: 5 steps of profile │ arms in turn: attach, warm up, a window of steps, detach │ next model
+    ranks   │ probe │ model: a profiled step │ each arm: attach, warm up, a window of steps, detach │ again, up to 5 times
+
+The steps that are profiled, 5 at most, are spread over the time in which plans are measured: this machine computes by a
+quarter faster or slower from one minute to the next, which is not what is to be predicted.
 
 A sample is the mean step of a window, on the rank that took longest.
 """
@@ -16,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import bench_harness
 import gradsync as gs
 from gradsync.cli.progress import advance
 from gradsync.engine.profiling import profile
@@ -24,11 +26,11 @@ from gradsync.probe.measuring import measure
 from planner.arms import ARMS, Arm, plan_of
 from planner.models import MODELS, Training
 
-_WARM_UP = 8  # steps: a period of the slowest pace, and more than the engine needs to learn the order
+_FEW_ROUNDS = 2  # of the arms that are reported apart
 _PROFILE_STEPS = 5
 
 
-def play(link: str, arms: list[str], rounds: int, progress: str) -> dict[str, Any]:
+def play(link: str, rounds: int, progress: str) -> dict[str, Any]:
     """This rank's measurements; every rank of the link calls it."""
     torch.set_num_threads(1)
     gs.init(timeout=300)
@@ -42,32 +44,27 @@ def play(link: str, arms: list[str], rounds: int, progress: str) -> dict[str, An
         "models": {},
     }
     for name, make in MODELS.items():
-        training = make(rank)
-        dist.barrier()
-        measured = profile(training.model, training.step, training.optimizer, steps=_PROFILE_STEPS)
-        samples = _samples(training, [arm for arm in ARMS if arm.name in arms], link, rounds, progress)
-        found["models"][name] = {"profile": _text(measured.save), "samples_s": samples}
+        training, profiles = make(rank), list[str]()
+        samples: dict[str, list[float]] = {arm.name: [] for arm in ARMS}
+        for number in range(rounds):
+            if number < _PROFILE_STEPS:
+                dist.barrier()
+                profiles.append(_text(profile(training.model, training.step, training.optimizer, steps=1).save))
+            for arm in ARMS[number % len(ARMS) :] + ARMS[: number % len(ARMS)]:
+                if number < _FEW_ROUNDS or not arm.apart:
+                    samples[arm.name].append(round(_turn(training, arm, link), 6))
+            if rank == 0:
+                advance(progress)
+        found["models"][name] = {"profiles": profiles, "samples_s": samples}
     dist.barrier()
     return found
-
-
-def _samples(training: Training, arms: list[Arm], link: str, rounds: int, progress: str) -> dict[str, list[float]]:
-    def turn(arm: Arm) -> Callable[[], float]:
-        return lambda: _turn(training, arm, link)
-
-    def tick() -> None:
-        if dist.get_rank() == 0:
-            advance(progress)
-
-    samples = bench_harness.interleave({arm.name: turn(arm) for arm in arms}, rounds, tick)
-    return bench_harness.rounded(samples)
 
 
 def _turn(training: Training, arm: Arm, link: str) -> float:
     """Attach, warm up, a window of steps, and off again: as in a run that has this plan only."""
     plan = plan_of(arm, link)
     sync = None if plan is None else gs.attach(training.model, training.optimizer, plan)
-    for _ in range(_WARM_UP):
+    for _ in range(arm.warm_up):
         training.step()
     dist.barrier()
     begun = time.perf_counter()

@@ -22,13 +22,13 @@ import bench_harness  # noqa: E402
 import gradsync as gs  # noqa: E402
 from gradsync.cli.progress import follow  # noqa: E402
 from planner import report  # noqa: E402
-from planner.arms import ARMS, LINKS, RATES  # noqa: E402
+from planner.arms import LINKS, RATES  # noqa: E402
 from planner.cells import play  # noqa: E402
 from planner.models import MODELS  # noqa: E402
 from slow_link import store  # noqa: E402
 
 _HOUR_S = 3600.0
-_ROUNDS = {"50mbit": 2, "100mbit": 2}
+_ROUNDS = {"50mbit": 3, "100mbit": 3, "250mbit": 4}
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -37,7 +37,7 @@ def measure(options: argparse.Namespace) -> None:
         for ranks in options.ranks:
             cell = f"{link} x {ranks}"
             begun, load = time.perf_counter(), os.getloadavg()[0]
-            by_rank = _play(link, ranks, options.rounds or _ROUNDS.get(link, 3))
+            by_rank = _play(link, ranks, options.rounds or _ROUNDS.get(link, 5))
             facts = {
                 "machine": bench_harness.machine(),
                 "commit": options.commit or bench_harness.commit(HERE),
@@ -49,16 +49,15 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def _play(link: str, ranks: int, rounds: int) -> list[dict[str, Any]]:
-    arms = [arm.name for arm in ARMS]
     with tempfile.TemporaryDirectory() as folder:
         progress = str(Path(folder) / "windows")
         with follow(progress, len(MODELS) * rounds, f"{ranks} ranks, {link}"):
             if link not in RATES:
-                return gs.spawn(play, ranks, link, arms, rounds, progress, timeout=_HOUR_S)
+                return gs.spawn(play, ranks, link, rounds, progress, timeout=_HOUR_S)
             from netlab.lab import Lab  # late: only this needs namespaces
 
             with Lab(hosts=ranks, rate=link) as lab:
-                return lab.spawn(play, 1, link, arms, rounds, progress, timeout=_HOUR_S)
+                return lab.spawn(play, 1, link, rounds, progress, timeout=_HOUR_S)
 
 
 def _joined(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
@@ -67,7 +66,7 @@ def _joined(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     for name in MODELS:
         samples = [rank["models"][name]["samples_s"] for rank in by_rank]
         models[name] = {
-            "profiles": [rank["models"][name]["profile"] for rank in by_rank],
+            "profiles": [text for rank in by_rank for text in rank["models"][name]["profiles"]],
             "samples_s": {
                 arm: [max(same) for same in zip(*(s[arm] for s in samples), strict=True)] for arm in samples[0]
             },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from gradsync.planner.profile import ModelProfile
 from gradsync.planner.recommending import recommend
 from planner.arms import ARMS, CONTROL, plan_of
 
+_NORMAL = 1.4826  # standard deviations in a median absolute deviation
 _BEGIN, _END = "<!-- measured -->", "<!-- end -->"
 
 
@@ -147,9 +149,11 @@ def _split(name: str) -> tuple[str, int]:
 
 
 def _profile(found: dict[str, Any]) -> ModelProfile:
-    """Of the rank in the middle."""
+    """The step in the middle, and by how much the others differ from it."""
     profiles = sorted((_load(ModelProfile, text) for text in found["profiles"]), key=lambda p: p.compute_s)
-    return profiles[len(profiles) // 2]
+    middle = profiles[len(profiles) // 2]
+    apart = median(abs(each.compute_s - middle.compute_s) for each in profiles)
+    return replace(middle, jitter=_NORMAL * apart / middle.compute_s)
 
 
 def _load(kind: Any, text: str) -> Any:

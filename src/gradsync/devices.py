@@ -13,13 +13,15 @@ class CodecSpeed(NamedTuple):
     """What a compressor costs on a device, in seconds per byte of gradient.
 
     `encode_s` makes a payload (with error feedback, where the compressor has it by default); `decode_s` adds one
-    payload to the gradient; `middle_s` is what a second round needs between the two (PowerSGD's Q).
+    payload to the gradient; `middle_s` is what a second round needs between the two (PowerSGD's Q). `item_s` comes on
+    top for each parameter, whatever its size.
     """
 
     kind: str  # the compressor's name in a plan: "int8", "powersgd" ...
     encode_s: float
     decode_s: float
     middle_s: float = 0.0
+    item_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,12 @@ def test_hosts_of_unequal_size_are_walked_through() -> None:
     )
 
 
+def test_many_hosts_of_unequal_size_cost_as_if_all_were_as_large_as_the_largest() -> None:
+    uneven = Cluster((*(tuple(range(8 * h, 8 * h + 8)) for h in range(500)), (4000,)), INSIDE, ACROSS)
+    cost = Collectives(uneven).sum(Hierarchical(), 25e6)
+    assert cost.seconds == pytest.approx(Collectives(cluster_of(501, 8)).sum(Hierarchical(), 25e6).seconds, rel=0.01)
+
+
 def test_a_hundred_thousand_ranks_are_priced_by_formula() -> None:
     collectives = Collectives(cluster_of(12500, 8))
     costs = [collectives.sum(algorithm, 25e6).seconds for algorithm in collectives.candidates()]

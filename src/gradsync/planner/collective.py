@@ -81,7 +81,8 @@ class Collectives:
         ring_nbytes = 2 * (n - 1) / n * nbytes
         if isinstance(algorithm, SharedMemory):
             memory = cluster.memory or cluster.inside
-            return Cost(2 * memory.latency_s + 2 * nbytes / memory.bandwidth_at(nbytes), 0.0, memory.load)
+            seconds = 2 * memory.latency_s + 2 * nbytes / memory.bandwidth_at(nbytes) + cluster.device.call_s
+            return Cost(seconds, 0.0, memory.load)
         if isinstance(algorithm, Native) and cluster.backend == "nccl":
             seconds = nccl.all_reduce_s(
                 nbytes, m, self.per_host, cluster.inside, cluster.across, cluster.shared_nic, self._generation
@@ -131,8 +132,8 @@ class Collectives:
         return 2 * (n - 1) * self._slowest(chunk).seconds(chunk) + (n - 1) * chunk * self.cluster.reduce_s_per_byte
 
     def _hierarchical_s(self, nbytes: float, cluster: Cluster) -> float:
-        """See `allreduce.hierarchical`."""
-        if not self._regular:
+        """See `allreduce.hierarchical`. Many hosts of unequal size cost as if all were as large as the largest."""
+        if not self._regular and self.size <= _MOST_RANKS_TO_WALK:
             return price(Hierarchical().schedule(cluster.hosts), nbytes, cluster)
         g, m, gamma = self.per_host, self.num_hosts, cluster.reduce_s_per_byte
         block, chunk = nbytes / g, nbytes / g / m

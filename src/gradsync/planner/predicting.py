@@ -23,6 +23,7 @@ from gradsync.planner.stragglers import straggler_s
 
 _MOST_BUCKETS, _LAST_BUCKETS = 32, 8  # to play one by one; of more, neighbours are played as one
 _NINE_IN_TEN = NormalDist().inv_cdf(0.95)  # standard deviations to either side
+_GRADIENT_S = 40e-6  # its hook, its place in a bucket and as `.grad` again
 TYPICAL = Param("layers.0.weight", (1024, 1024))
 _MODEL_SPREAD = {True: 0.05, False: 0.25}  # of what the model leaves out, by whether it is calibrated
 
@@ -130,8 +131,9 @@ def _play_pace(profile: ModelProfile, plan: Plan, collectives: Collectives, buck
     # Where ranks share cores, what a profile calls a second takes longer.
     share = min(1.0, device.cores)
     whole = profile.compute_s / share
-    # Gradients are copied into buckets: read and written once.
-    copy_s = 0.0 if n == 1 else 2 * profile.nbytes / device.memory_bandwidth
+    # Gradients are copied into buckets, read and written once; and each costs Python a moment.
+    copy_s = 2 * profile.nbytes / device.memory_bandwidth + _GRADIENT_S * len(profile.gradients)
+    copy_s = 0.0 if n == 1 else copy_s
 
     if isinstance(pace, EveryStep | Accumulate):
         backward_s = profile.backward_s + copy_s

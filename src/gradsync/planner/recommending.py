@@ -54,14 +54,15 @@ def recommend(
     default = found[0]
     # By what is exposed: with `accumulate(k)` a step is shorter also because the optimizer steps less often.
     ranked = sorted(found, key=lambda each: each.exposed_s)
-    best = _best(default, ranked) if plans is None else ranked[0]
+    best = pick(ranked) if plans is None else ranked[0]
     ranked.remove(best)
     return [replace(each, reason=reason(each, default, cluster)) for each in (best, *ranked)]
 
 
-def _best(default: Prediction, ranked: Sequence[Prediction]) -> Prediction:
-    """What changes least of what is fast enough."""
-    best = default
+def pick(found: Sequence[Prediction]) -> Prediction:
+    """Of predictions, the default's among them: what changes least of what is fast enough."""
+    best = default = next(each for each in found if each.plan == Plan())
+    ranked = sorted(found, key=lambda each: each.exposed_s)
     for kind, worth in _WORTH_IT:
         rival = next((each for each in ranked if kind in (each.quality, _codec_of(each.plan))), best)
         if best.exposed_s - rival.exposed_s > worth * default.step_s:

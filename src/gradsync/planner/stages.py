@@ -75,7 +75,10 @@ def _compressed(
     payload = float(sum(payload_nbytes(codec, param) for param in params))
     size = collectives.num_hosts if across else collectives.size
     member = size if across else None
-    encode, decode, middle = _seconds(codec.name, device, raw)
+    encode, decode, middle = _seconds(codec.name, device, raw, len(params))
+
+    def code(seconds: float) -> Stage:
+        return Stage(seconds + device.call_s, 1.0, False)  # the desk's thread wakes up
 
     def add_up(nbytes: float) -> Stage:
         return _wire(collectives.across(nbytes) if across else collectives.sum(algorithm, nbytes))
@@ -84,27 +87,25 @@ def _compressed(
         rows, cols = (sum(side) for side in zip(*(matrix(param.shape) for param in params), strict=True))
         scale = (1 + codec.rank / _MEASURED_RANK) / 2  # half of it is reading the matrix, whatever the rank
         sums = [add_up(4.0 * codec.rank * side) for side in (rows, cols)]
-        return [_code(encode * scale), sums[0], _code(middle * scale), sums[1], _code(decode * scale)]
+        return [code(encode * scale), sums[0], code(middle * scale), sums[1], code(decode * scale)]
     if not isinstance(codec, BlockCodec):
-        return [_code(encode), add_up(payload), _code(decode)]
+        return [code(encode), add_up(payload), code(decode)]
     if two_phases_pay(size, collectives.in_memory):
         there, back = collectives.trade(payload, member), collectives.gather(payload / size, member)
-        return [_code(encode), _wire(there), _code(decode + encode / size), _wire(back), _code(decode)]
-    return [_code(encode), _wire(collectives.gather(payload, member)), _code(decode * size)]
+        return [code(encode), _wire(there), code(decode + encode / size), _wire(back), code(decode)]
+    return [code(encode), _wire(collectives.gather(payload, member)), code(decode * size)]
 
 
 def _wire(cost: Cost) -> Stage:
     return Stage(cost.seconds, cost.load, True, cost.nbytes)
 
 
-def _code(seconds: float) -> Stage:
-    return Stage(seconds, 1.0, False)
-
-
-def _seconds(kind: str, device: Device, nbytes: float) -> tuple[float, float, float]:
+def _seconds(kind: str, device: Device, nbytes: float, num_params: int) -> tuple[float, float, float]:
     """To encode and to decode a bucket of so many bytes of gradient, and what is between two rounds."""
     speed = next((each for each in device.codecs if each.kind == kind), None) or _derived(kind, device)
-    return speed.encode_s * nbytes, speed.decode_s * nbytes, speed.middle_s * nbytes
+    items_s = speed.item_s * num_params / (3 if speed.middle_s else 2)
+    middle_s = speed.middle_s * nbytes + items_s if speed.middle_s else 0.0
+    return speed.encode_s * nbytes + items_s, speed.decode_s * nbytes + items_s, middle_s
 
 
 def _derived(kind: str, device: Device) -> CodecSpeed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from statistics import median
@@ -29,8 +30,8 @@ _COMPRESSORS: tuple[Compressor, ...] = (
     *(bf16(), fp16(), int8(), int4(), sign()),
     *(topk(0.01), randomk(0.01), powersgd(4)),
 )
-_SHAPE, _NUM_PARAMS = (512, 512), 4
-_NBYTES = 4 * _NUM_PARAMS * _SHAPE[0] * _SHAPE[1]
+_LARGE, _NUM_LARGE = (512, 512), 4
+_SMALL = ((64, 64), (64, 96)) * 4
 
 
 class _Alone:
@@ -66,12 +67,25 @@ def codec_speeds(crew: Crew) -> tuple[CodecSpeed, ...]:
 
 
 def _speed(crew: Crew, compressor: Compressor) -> CodecSpeed:
-    param = Param("weight", _SHAPE)
-    choice = compressor.choose(param)
+    """By the byte from a few large parameters, by the parameter from many small ones of unlike shapes."""
+    nbytes = 4 * _NUM_LARGE * math.prod(_LARGE)
+    stages = [seconds / nbytes for seconds in _journey(crew, compressor, [_LARGE] * _NUM_LARGE)]
+    whole_s = sum(_journey(crew, compressor, list(_SMALL)))
+    item_s = (whole_s - sum(stages) * 4 * sum(map(math.prod, _SMALL))) / len(_SMALL)
+    kind = str(canonical(compressor)["kind"])
+    return CodecSpeed(kind, stages[0], stages[-1], sum(stages[1:-1]), max(0.0, item_s))
+
+
+def _journey(crew: Crew, compressor: Compressor, shapes: list[tuple[int, int]]) -> list[float]:
+    """Seconds of each stage of a bucket of such parameters; all ranks get the same."""
+    params = [Param(f"weight {number}", shape) for number, shape in enumerate(shapes)]
+    choice = compressor.choose(params[0])
     assert choice.codec is not None
-    numel = param.numel
-    items = [Item(f"weight {i}", i * numel, _SHAPE, (_SHAPE[1], 1)) for i in range(_NUM_PARAMS)]
-    gradient = torch.randn(numel * _NUM_PARAMS, generator=torch.Generator().manual_seed(0)).to(crew.device)
+    items, total = [], 0
+    for param in params:
+        items.append(Item(param.name, total, param.shape, (param.shape[1], 1)))
+        total += param.numel
+    gradient = torch.randn(total, generator=torch.Generator().manual_seed(0)).to(crew.device)
     parcel = Parcel(0, gradient.clone(), items, choice)
     if choice.feedback:
         parcel.residual = torch.zeros_like(gradient)
@@ -81,10 +95,8 @@ def _speed(crew: Crew, compressor: Compressor) -> CodecSpeed:
     for step in range(3 if crew.brief else 8):
         parcel.flat.copy_(gradient)
         trips.append(list(_stages(crew, route.go(step))))
-    mine = [median(stage) / _NBYTES for stage in zip(*trips[1:], strict=True)]  # the first one is never like the others
-    stages = [median(each) for each in zip(*crew.tell(mine), strict=True)]
-    kind = str(canonical(compressor)["kind"])
-    return CodecSpeed(kind, encode_s=stages[0], decode_s=stages[-1], middle_s=sum(stages[1:-1]))
+    mine = [median(stage) for stage in zip(*trips[1:], strict=True)]  # the first one is never like the others
+    return [median(each) for each in zip(*crew.tell(mine), strict=True)]
 
 
 def _stages(crew: Crew, journey: Journey) -> Iterator[float]:

@@ -12,7 +12,7 @@ from gradsync.planner.candidates import Allow
 from gradsync.planner.predicting import predict
 from gradsync.planner.prediction import Prediction
 from gradsync.planner.profile import ModelProfile
-from gradsync.planner.recommending import recommend
+from gradsync.planner.recommending import pick, recommend
 
 SMALL = 0.05  # an overhead that nobody needs to act on
 WORTH_IT = 0.015  # of the step: what a change must save to be worth it
@@ -65,10 +65,10 @@ class Answer:
 
 def answer(profile: ModelProfile, cluster: Cluster, allow: Allow | None = None, arrives: float = 1.0) -> Answer:
     """Choose: among all that the user allows; if nothing was said, among what trains the same, with the rest behind."""
-    found = recommend(profile, cluster, allow or "16-bit")
+    found = recommend(profile, cluster, allow or "all")
     if allow is None:
-        known = {it.plan for it in found}
-        found += [it for it in recommend(profile, cluster, "all") if it.plan not in known]
+        chosen = pick([it for it in found if trains_the_same(it)])
+        found.sort(key=lambda it: (it is not chosen, not trains_the_same(it), it.exposed_s))
     usual = next(it for it in found if it.plan == Plan())
     as_ddp = Plan(algorithm=native())
     ddp = next((it for it in found if it.plan == as_ddp), None) or predict(profile, cluster, as_ddp)
