@@ -37,7 +37,7 @@ def any_hosts(draw: st.DrawFn) -> Hosts:
 
 
 links = st.builds(Link, zero_or_more, positive, curves(), st.floats(0, 1), zero_or_more)
-codecs = st.builds(CodecSpeed, names, zero_or_more, zero_or_more, zero_or_more)
+codecs = st.builds(CodecSpeed, names, *[zero_or_more] * 4)
 devices = st.builds(
     Device,
     name=names,

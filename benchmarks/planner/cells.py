@@ -1,6 +1,6 @@
 """What a rank does: the probe, a profile of each model, and then the steps that were to be predicted.
 
-    ranks   │ probe │ model: a profiled step │ each arm: attach, warm up, a window of steps, detach │ again, up to 5 times
+    ranks   │ probe │ model: a profiled step │ each arm: attach, warm up, a window of steps, detach │ again
 
 The steps that are profiled, 5 at most, are spread over the time in which plans are measured: this machine computes by a
 quarter faster or slower from one minute to the next, which is not what is to be predicted.

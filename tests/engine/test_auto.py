@@ -101,7 +101,7 @@ def check_stats() -> None:
     sentences = said.getvalue().splitlines()
     assert len(sentences) == len(profiles)
     for sentence in sentences:
-        assert sentence.startswith("gradsync: auto chose exact, buckets of 0.000977 MiB from step 3 on: 250 ms a step")
+        assert sentence.startswith("gradsync: auto chose exact · 0.000977 MiB buckets from step 3 on: 250 ms a step")
         assert sentence.endswith("because we say so. The default plan would take 500 ms")
     run.sync.detach()
 

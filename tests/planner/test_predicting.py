@@ -74,7 +74,7 @@ def test_three_ranks_on_two_cores_compute_half_as_long_again() -> None:
     fast = cluster_of(1e12, num_hosts=3, device=Device(cores=2 / 3, call_s=0.0, memory_bandwidth=1e15))
     found = predict(profile_of(), replace(fast, across=Link(0.0, 1e12)), Plan())
     assert found.compute_s == pytest.approx(1.5 * profile_of().compute_s)
-    assert found.step_s == pytest.approx(found.compute_s, rel=1e-3)
+    assert found.step_s == pytest.approx(found.compute_s, rel=5e-3)
 
 
 def test_the_wire_of_a_slow_link_is_what_is_waited_for() -> None:

@@ -10,6 +10,7 @@ from statistics import NormalDist
 
 from gradsync.compress.cast import Cast
 from gradsync.compress.choice import EXACT, Choice, Compressor, Param
+from gradsync.devices import Device
 from gradsync.links import Cluster
 from gradsync.paces import Accumulate, AsyncSGD, Delayed, DiLoCo, EveryStep, Gossip, LocalSGD
 from gradsync.packing import default_limit, pack
@@ -131,9 +132,7 @@ def _play_pace(profile: ModelProfile, plan: Plan, collectives: Collectives, buck
     # Where ranks share cores, what a profile calls a second takes longer.
     share = min(1.0, device.cores)
     whole = profile.compute_s / share
-    # Gradients are copied into buckets, read and written once; and each costs Python a moment.
-    copy_s = 2 * profile.nbytes / device.memory_bandwidth + _GRADIENT_S * len(profile.gradients)
-    copy_s = 0.0 if n == 1 else copy_s
+    copy_s = 0.0 if n == 1 else _filling_s(profile, device)
 
     if isinstance(pace, EveryStep | Accumulate):
         backward_s = profile.backward_s + copy_s
@@ -163,6 +162,15 @@ def _play_pace(profile: ModelProfile, plan: Plan, collectives: Collectives, buck
     assert isinstance(pace, AsyncSGD)
     there, back = collectives.trade(profile.nbytes), collectives.gather(profile.nbytes / n)
     return _Period(whole + there.seconds + back.seconds, whole, 1.0, 1, 1, ())
+
+
+def _filling_s(profile: ModelProfile, device: Device) -> float:
+    """To bring gradients into buckets: each is read and written once, and costs Python a moment.
+
+    A GPU does not wait for Python, which runs ahead of it.
+    """
+    python_s = _GRADIENT_S * len(profile.gradients) if device.kind == "cpu" else 0.0
+    return 2 * profile.nbytes / device.memory_bandwidth + python_s
 
 
 def quality(plan: Plan) -> Quality:
