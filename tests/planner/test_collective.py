@@ -88,6 +88,8 @@ def test_hosts_of_many_ranks_go_by_their_hierarchy() -> None:
     collectives = Collectives(cluster_of(2, 4, memory=Link(1e-6, 8e9)))
     assert collectives.resolve(None, 25e6) == Hierarchical()
     assert collectives.sum(None, 25e6).nbytes == pytest.approx(25e6 / 4)  # each rank its share: 2(m−1)/m of S/g
+    without = Collectives(cluster_of(2, 4)).sum(Hierarchical(), 25e6).nbytes
+    assert without == pytest.approx(25e6 / 4 + 2 * 3 / 4 * 25e6)  # and inside the host, where that is not memory
 
 
 def test_two_phases_send_less_than_a_gather_from_three_ranks_on() -> None:

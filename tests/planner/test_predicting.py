@@ -126,3 +126,16 @@ def test_residuals_and_outer_copies_take_memory() -> None:
     assert exact == profile.nbytes
     assert int8 >= 2 * profile.nbytes
     assert diloco == 3 * profile.nbytes
+
+
+def test_stock_ddp_has_no_header_and_no_python_for_each_gradient() -> None:
+    cluster = cluster_of(1e9, num_hosts=8)
+    ours, stock = (predict(profile_of(), cluster, Plan(algorithm=gs.native()), stock=each) for each in (False, True))
+    assert stock.exposed_s < ours.exposed_s
+    assert stock.nbytes == ours.nbytes
+
+
+@pytest.mark.parametrize("bandwidth", [1e-300, 1e-3])
+def test_a_step_that_never_ends_is_refused(bandwidth: float) -> None:
+    with pytest.raises(ValueError, match="a step would take .* s, longer than anybody waits"):
+        predict(profile_of(), cluster_of(bandwidth), Plan())

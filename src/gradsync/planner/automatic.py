@@ -68,7 +68,10 @@ def auto(
     'exact'
     """
     if isinstance(cluster, str | Path):
-        cluster = Cluster.load(cluster)
+        try:
+            cluster = Cluster.load(cluster)
+        except OSError as error:
+            raise ValueError(f"auto: {cluster} cannot be read ({error.strerror}); gradsync probe writes one") from None
     if save is not None and not isinstance(save, str | Path):
         raise TypeError(f"auto: save must be the path of a folder, got {save!r}")
     return Auto(allow, cluster, steps, recheck_every, None if save is None else Path(save))

@@ -13,6 +13,7 @@ from gradsync.compress.powersgd import powersgd
 from gradsync.compress.sign import sign
 from gradsync.compress.topk import topk
 from gradsync.paces import accumulate, delayed, diloco, local_sgd
+from gradsync.packing import default_limit
 from gradsync.plan import Plan
 from gradsync.planner.collective import Collectives
 from gradsync.planner.profile import ModelProfile
@@ -43,7 +44,8 @@ def _exact(profile: ModelProfile, collectives: Collectives) -> Iterator[Plan]:
     if collectives.size == 1:
         return
     for algorithm in collectives.candidates():
-        yield Plan(algorithm=algorithm)
+        if algorithm != collectives.resolve(None, profile.nbytes):  # the default's own
+            yield Plan(algorithm=algorithm)
     for size in _buckets(profile):
         yield Plan(bucket_bytes=size)
 
@@ -79,4 +81,5 @@ def _shrinks(compress: Compressor, profile: ModelProfile) -> bool:
 
 
 def _buckets(profile: ModelProfile) -> list[int]:
-    return [size for size in _BUCKETS if size < profile.nbytes]
+    usual = default_limit(profile.nbytes)
+    return [size for size in _BUCKETS if size < profile.nbytes and size != usual]

@@ -6,8 +6,9 @@ size they say the same as `price` to the last bit of a second, which the tests c
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gradsync.allreduce.choice import Algorithm
 from gradsync.allreduce.halving_doubling import HalvingDoubling
@@ -27,7 +28,7 @@ class Cost(NamedTuple):
     """Of one collective."""
 
     seconds: float
-    nbytes: float  # that one rank sends over a network
+    nbytes: float  # that one rank sends to others, in its host or across; in shared memory nothing is sent
     load: float  # of the processor, meanwhile
 
 
@@ -41,6 +42,7 @@ class Collectives:
         self.in_memory = self.num_hosts == 1 and cluster.memory is not None
         self._regular = all(len(host) == self.per_host for host in cluster.hosts)
         self._generation = nccl.generation_of(cluster.device.name)
+        self.journeys: dict[Hashable, Any] = {}  # of buckets; see `stages`
         self._known: dict[tuple[Algorithm, float], Cost] = {}
 
     # Sums
@@ -91,7 +93,7 @@ class Collectives:
         if isinstance(algorithm, Hierarchical):
             if cluster.memory is not None:
                 cluster = replace(cluster, inside=cluster.memory)
-            share = 2 * (m - 1) / m / self.per_host
+            share = 2 * (m - 1) / m / self.per_host + self._inside_share()
             return Cost(self._hierarchical_s(nbytes, cluster), share * nbytes, self._load())
         if isinstance(algorithm, Native):
             return Cost(self._ring_s(nbytes) + cluster.device.call_s, ring_nbytes, self._load())
@@ -193,10 +195,14 @@ class Collectives:
         if self.cluster.memory is not None:
             memory = self.cluster.memory
             return Cost(2 * memory.latency_s + 2 * nbytes / memory.bandwidth_at(nbytes), 0.0, memory.load)
-        inside = self.cluster.inside
-        return Cost(2 * (g - 1) * inside.seconds(nbytes / g) + self.cluster.device.call_s, 0.0, inside.load)
+        inside, sent = self.cluster.inside, self._inside_share() * nbytes
+        return Cost(2 * (g - 1) * inside.seconds(nbytes / g) + self.cluster.device.call_s, sent, inside.load)
 
     # The links
+
+    def _inside_share(self) -> float:
+        """Of the bytes of a sum inside each host, what a rank sends."""
+        return 0.0 if self.cluster.memory is not None else 2 * (self.per_host - 1) / self.per_host
 
     def header(self) -> Cost:
         """The few bytes that every synchronization begins or ends with: to all, from all."""

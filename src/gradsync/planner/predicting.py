@@ -24,6 +24,7 @@ from gradsync.planner.stragglers import straggler_s
 
 _MOST_BUCKETS, _LAST_BUCKETS = 32, 8  # to play one by one; of more, neighbours are played as one
 _NINE_IN_TEN = NormalDist().inv_cdf(0.95)  # standard deviations to either side
+_ENDLESS_S = 1e9
 _GRADIENT_S = 40e-6  # its hook, its place in a bucket and as `.grad` again
 TYPICAL = Param("layers.0.weight", (1024, 1024))
 _MODEL_SPREAD = {True: 0.05, False: 0.25}  # of what the model leaves out, by whether it is calibrated
@@ -41,14 +42,18 @@ class _Period:
     timeline: tuple[Span, ...]
 
 
-def predict(profile: ModelProfile, cluster: Cluster, plan: Plan, collectives: Collectives | None = None) -> Prediction:
+def predict(
+    profile: ModelProfile, cluster: Cluster, plan: Plan, collectives: Collectives | None = None, stock: bool = False
+) -> Prediction:
     """Seconds, bytes and memory of a plan.
 
-    `collectives` of the same cluster, if there are some: they remember prices.
+    `collectives` of the same cluster, if there are some: they remember prices. `stock`: as DDP does it, which has no
+    header and no Python for each gradient.
     """
     collectives = Collectives(cluster) if collectives is None else collectives
     buckets = lay_out(profile, plan, collectives)
-    period = _play_pace(profile, plan, collectives, buckets)
+    _refuse_endless(profile, buckets)
+    period = _play_pace(profile, plan, collectives, buckets, stock)
     jitter = cluster.device.jitter if profile.jitter is None else profile.jitter
     late_s = straggler_s(period.compute_s, jitter, max(1, round(period.waits_for)), max(1, round(period.steps)))
     step_s = period.step_s + late_s
@@ -124,15 +129,26 @@ def _both(a: Stage, b: Stage) -> Stage:
     return Stage(a.seconds + b.seconds, max(a.load, b.load), a.on_wire, a.nbytes + b.nbytes)
 
 
-def _play_pace(profile: ModelProfile, plan: Plan, collectives: Collectives, buckets: Sequence[Bucket]) -> _Period:
+def _refuse_endless(profile: ModelProfile, buckets: Sequence[Bucket]) -> None:
+    longest = max(profile.compute_s, *(stage.seconds for bucket in buckets for stage in bucket.stages))
+    if not longest < _ENDLESS_S:
+        raise ValueError(
+            f"a step would take {longest:.3g} s, longer than anybody waits: look at the profile's times and at the "
+            "latency and bandwidth of the links"
+        )
+
+
+def _play_pace(
+    profile: ModelProfile, plan: Plan, collectives: Collectives, buckets: Sequence[Bucket], stock: bool
+) -> _Period:
     """One period of the pace."""
     device, n, pace = collectives.cluster.device, collectives.size, plan.pace
     header_cost = collectives.header()
-    header = Stage(header_cost.seconds, header_cost.load, True)
+    header = Stage(0.0 if stock else header_cost.seconds, header_cost.load, True)
     # Where ranks share cores, what a profile calls a second takes longer.
     share = min(1.0, device.cores)
     whole = profile.compute_s / share
-    copy_s = 0.0 if n == 1 else _filling_s(profile, device)
+    copy_s = 0.0 if n == 1 else _filling_s(profile, device, stock)
 
     if isinstance(pace, EveryStep | Accumulate):
         backward_s = profile.backward_s + copy_s
@@ -164,12 +180,12 @@ def _play_pace(profile: ModelProfile, plan: Plan, collectives: Collectives, buck
     return _Period(whole + there.seconds + back.seconds, whole, 1.0, 1, 1, ())
 
 
-def _filling_s(profile: ModelProfile, device: Device) -> float:
+def _filling_s(profile: ModelProfile, device: Device, stock: bool) -> float:
     """To bring gradients into buckets: each is read and written once, and costs Python a moment.
 
     A GPU does not wait for Python, which runs ahead of it.
     """
-    python_s = _GRADIENT_S * len(profile.gradients) if device.kind == "cpu" else 0.0
+    python_s = _GRADIENT_S * len(profile.gradients) if device.kind == "cpu" and not stock else 0.0
     return 2 * profile.nbytes / device.memory_bandwidth + python_s
 
 

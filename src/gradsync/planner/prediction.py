@@ -31,7 +31,7 @@ class Prediction:
         high_s: and at most so long.
         compute_s: A step without synchronization.
         exposed_s: By what a step is longer than that: waiting, contention, stragglers.
-        nbytes: What one rank sends over a network per step.
+        nbytes: What one rank sends to others per step, inside its host and across.
         memory_nbytes: What buckets, residuals and other copies take on each rank.
         quality: "exact"; "16-bit"; "lossy": compressed; "other training": the pace changes what is learned.
         reason: One sentence.

@@ -43,7 +43,7 @@ class Stage(NamedTuple):
     seconds: float
     load: float
     on_wire: bool
-    nbytes: float = 0.0  # sent over a network
+    nbytes: float = 0.0  # sent to others
 
 
 @lru_cache(maxsize=1 << 16)
@@ -55,7 +55,16 @@ def payload_nbytes(codec: Codec, param: Param) -> int:
 def journey(
     choice: Choice, params: Sequence[Param], collectives: Collectives, algorithm: Algorithm | None
 ) -> list[Stage]:
-    """What a bucket of these parameters goes through."""
+    """What a bucket of these parameters goes through; what like ones cost is remembered."""
+    key = (choice, algorithm, tuple((param.shape, param.dtype) for param in params))
+    if key not in collectives.journeys:
+        collectives.journeys[key] = _journey(choice, params, collectives, algorithm)
+    return collectives.journeys[key]
+
+
+def _journey(
+    choice: Choice, params: Sequence[Param], collectives: Collectives, algorithm: Algorithm | None
+) -> list[Stage]:
     raw = sum(param.nbytes for param in params)
     if choice.codec is None:
         return [_wire(collectives.sum(algorithm, raw))]

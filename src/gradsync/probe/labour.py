@@ -54,6 +54,11 @@ class Labour:
         for _ in range(self.portions):
             self.portion()
 
+    def flops(self) -> float:
+        """Operations per second in products of such matrices: the most that this rank could do."""
+        portion_s = min(_timed(self.portion, time.perf_counter) for _ in range(20))
+        return 2 * self._out.shape[0] ** 3 / portion_s
+
     def rate(self, going: Callable[[], bool]) -> float:
         """Portions per second, while `going()`."""
         begun, count = time.perf_counter(), 0

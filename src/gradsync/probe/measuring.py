@@ -24,6 +24,7 @@ from gradsync.devices import Device
 from gradsync.exchange.native import NativeRoute
 from gradsync.exchange.shared import SharedRoute
 from gradsync.links import Cluster
+from gradsync.planner.catalogue import DEVICES
 from gradsync.probe.burden import burden
 from gradsync.probe.codecs import codec_speeds
 from gradsync.probe.crew import Crew, gather_crew
@@ -62,9 +63,14 @@ def measure(parent: dist.ProcessGroup, brief: bool = False, tick: Tick | None = 
         pairs = measure_neighbours(crew) if len(crew.hosts) > 2 and not brief else []
         done("neighbours")
         warnings = (*unlike_the_others(processor, crew.name_of), *slow_links(pairs, crew.name_of_host))
+        name = _device_name(crew)
+        known = _of_catalogue(name)
+        flops = median(crew.tell_one(labour.flops()))  # every rank takes part, also where the catalogue knows better
         device = Device(
-            name=_device_name(crew),
+            name=name,
             kind="gpu" if crew.device.type == "cuda" else "cpu",
+            flops=known.flops if known is not None else flops,
+            memory_nbytes=known.memory_nbytes if known is not None else 0.0,
             memory_bandwidth=processor.memory_bandwidth,
             cores=processor.cores,
             codecs=codecs,
@@ -143,6 +149,17 @@ def _cluster(crew: Crew, tiers: dict[str, Fit], device: Device) -> Cluster:
 def _name(crew: Crew) -> str:
     count = len(crew.hosts)
     return f"{crew.size} ranks on {'one host' if count == 1 else f'{count} hosts'}, {crew.name_of_host(0)} the first"
+
+
+def _of_catalogue(name: str) -> Device | None:
+    """The catalogue's entry of a device that calls itself so; the longest name that fits, none for a processor.
+
+    >>> _of_catalogue("NVIDIA H100 80GB HBM3").name, _of_catalogue("NVIDIA GeForce RTX 4090").name, _of_catalogue("cpu")
+    ('h100', 'rtx4090', None)
+    """
+    plain = name.lower().replace(" ", "").replace("-", "")
+    fitting = [key for key, part in DEVICES.items() if part.device.kind == "gpu" and key.replace("-", "") in plain]
+    return DEVICES[max(fitting, key=len)].device if fitting else None
 
 
 def _device_name(crew: Crew) -> str:
