@@ -14,11 +14,13 @@ import torch
 import gradsync as gs
 from gradsync.cli.entry import main
 from gradsync.cli.planning.answer import Answer, answer, trains_the_same
+from gradsync.cli.planning.checking import split
 from gradsync.cli.planning.sweep import Axis, parse_axis, sweep
 from gradsync.cli.planning.telling import assumptions, groups, left_out
 from gradsync.cli.planning.thresholds import changes, find_thresholds, least
 from gradsync.cli.planning.verdict import bolder, verdict
 from gradsync.cli.planning.what_if import narrow_link, with_bandwidth, with_gpus, with_tokens
+from gradsync.devices import Device
 from gradsync.links import Cluster, Link, as_hosts
 from gradsync.planner.catalogue import cluster
 from gradsync.planner.predicting import predict
@@ -109,6 +111,55 @@ def test_one_rank_has_nothing_to_plan() -> None:
     alone = answer(tiny_profile(), wired(10e6, hosts=1))
     assert "nothing to plan" in verdict(alone)
     assert changes(alone, find_thresholds(alone)) == []
+
+
+def test_the_yardstick_is_stock_ddp(slow: Answer) -> None:
+    assert slow.ddp == predict(slow.profile, slow.cluster, gs.Plan(algorithm=gs.native()), stock=True)
+    assert slow.ddp not in slow.candidates
+
+
+def test_where_ddp_is_faster_it_says_so(fast: Answer) -> None:
+    costs = replace(fast.chosen, step_s=0.4, exposed_s=0.09)
+    stock = replace(fast.ddp, step_s=0.35, exposed_s=0.04)
+    slower = replace(fast, candidates=(costs,), chosen=costs, usual=costs, ddp=stock)
+    assert not slower.needed
+    told = verdict(slower)
+    assert told == "You do not need gradsync for speed here: stock DDP costs 11 % of the step, gradsync 22 %."
+
+
+def test_a_lossy_choice_does_not_make_gradsync_needed(fast: Answer) -> None:
+    lossy = next(it for it in fast.candidates if it.quality == "lossy")
+    quick = replace(lossy, step_s=0.31, exposed_s=0.0)
+    stock = replace(fast.usual, step_s=0.323, exposed_s=0.013)  # 4 %
+    same = tuple(replace(it, step_s=0.323, exposed_s=0.013) for it in fast.same)
+    chosen = replace(fast, candidates=(quick, *same), chosen=quick, usual=same[0], ddp=stock)
+    assert not chosen.needed
+    assert "is lossy" in verdict(chosen)
+
+
+def test_an_offer_changes_as_little_as_it_must(slow: Answer) -> None:
+    pace = next(it for it in slow.other if isinstance(it.plan.pace, gs.paces.DiLoCo) and it.plan.compress is None)
+    packed = replace(pace, plan=replace(pace.plan, compress=gs.int4()), step_s=pace.step_s - 1e-4)
+    offered = replace(slow, candidates=(*slow.same, packed, pace))
+    assert bolder(offered) is pace
+    only = replace(slow, candidates=(*slow.same, packed))
+    assert bolder(only) is packed
+    exact = tuple(it for it in slow.same if it.quality == "exact")
+    assert find_thresholds(replace(only, candidates=(*exact, packed))).compressed is None
+
+
+def test_a_step_that_only_waits_is_told_in_seconds() -> None:
+    waits = answer(tiny_profile(), wired(2e3))
+    assert "100 % of the step, " in verdict(waits)
+    assert changes(waits, find_thresholds(waits))[-1].startswith("No batch up to 10,000 times this one brings")
+
+
+def test_a_model_that_does_not_fit_is_told(capsys: Capture) -> None:
+    arguments = ["--gpus", "8", "--device", "a100", "--params", "7e9"]
+    sentence = "The model does not fit: about 112 GB for weights, gradients and Adam, 80 GB on each GPU; you want FSDP."
+    assert sentence in " ".join(say(capsys, *arguments).split())
+    assert sentence in json.loads(say(capsys, *arguments, "--json"))["answer"]["changes"]
+    assert "does not fit" not in say(capsys, *SMALL)
 
 
 def test_the_gentlest_lossy_plan_is_spoken_of_and_shown(slow: Answer) -> None:
@@ -287,7 +338,12 @@ def test_every_json_field_is_documented() -> None:
         (["--gpus", "8", "--params", "1e9", "--sweep", "gpus=64..8"], "is empty"),
         (["--gpus", "8", "--params", "1e7", "--sweep", "gpus=8..64"], "needs a network between hosts"),
         (["--gpus", "8", "--params", "1e7", "--network", "1g", "--sweep", "gpus=8..12"], "does not fill hosts of 8"),
+        (["--gpus", "8", "--params", "1e7", "--sweep", "gpus=8..1e12"], "from 1 to 1,000,000 GPUs, got 1000000000000"),
+        (["--gpus", "8", "--params", "1e15"], "at most 100,000,000,000,000 parameters"),
         (["--gpus", "8", "--params", "1e9", "--html", "/nowhere/page.html"], "cannot be written"),
+        (["--gpus", "8", "--params", "1e7", "--html", "/dev/full"], "No space left"),
+        (["--gpus", "8", "--params", "1e7", "--out", "/dev/full"], "No space left"),
+        (["--gpus", "8", "--params", "1e7", "--out", "/proc/x.toml"], "cannot be written"),
         (["--check", "/nowhere"], "is no folder"),
         (["--check", "/tmp", "--gpus", "8"], "leave --gpus out"),
     ],
@@ -312,6 +368,38 @@ def test_what_is_no_plan_is_not_overwritten(tmp_path: Path, capsys: Capture) -> 
         assert path.read_text() == "shopping = 'milk'\n"
 
 
+def test_numbers_that_cannot_be_reckoned_with_are_a_sentence(tmp_path: Path, capsys: Capture) -> None:
+    replace(tiny_profile(), forward_s=1e308).save(tmp_path / "profile.toml")
+    assert "look at the profile's times" in refusal(capsys, "--gpus", "8", "--profile", str(tmp_path / "profile.toml"))
+
+
+def test_one_probed_host_cannot_be_swept_and_hears_a_way_out(tmp_path: Path, capsys: Capture) -> None:
+    link = Link(10e-6, 1e9)
+    Cluster(as_hosts(2), link, link, calibrated=True).save(tmp_path / "cluster.toml")
+    told = refusal(
+        *(capsys, "--cluster", str(tmp_path / "cluster.toml"), "--params", "1e7"),
+        *("--flops", "1e12", "--sweep", "gpus=2..8"),
+    )
+    assert "probe two hosts under torchrun" in told
+    assert "describe the parts instead of it" in told
+
+
+def test_names_do_not_reach_the_terminal_raw(tmp_path: Path, capsys: Capture) -> None:
+    evil = "\x1b[2Jgone\nYou are safe"
+    device = Device(name=evil, memory_bandwidth=1e10)
+    replace(wired(10e6), name=evil, device=device).save(tmp_path / "cluster.toml")
+    gradients = tuple(it._replace(name=f"{evil} {it.name}") for it in tiny_profile().gradients)
+    replace(tiny_profile(), name=evil, gradients=gradients).save(tmp_path / "profile.toml")
+    page = tmp_path / "page.html"
+    files = ["--cluster", str(tmp_path / "cluster.toml"), "--profile", str(tmp_path / "profile.toml")]
+    for told in (say(capsys, *files, "--html", str(page)), page.read_text()):
+        assert "\x1b" not in told
+        assert "\nYou are safe" not in told
+        assert "�[2Jgone�You are safe" in told
+    (tmp_path / "cluster.toml").write_text('"\\u001b[2J" = 1\n')
+    assert "\x1b" not in refusal(capsys, *files)
+
+
 # --- a run that was saved ---
 
 
@@ -327,7 +415,7 @@ def save_run(folder: Path, plan: gs.Plan, rows: list[dict[str, Any]]) -> None:
 def test_a_check_finds_the_link_that_was_slower(tmp_path: Path, capsys: Capture) -> None:
     plan = gs.Plan(compress=gs.bf16())
     truth = predict(tiny_profile(), with_bandwidth(wired(10e6), 5e6), plan)
-    save_run(tmp_path, plan, [{"step": n, "step_s": truth.step_s, "exposed_s": truth.exposed_s} for n in range(9)])
+    save_run(tmp_path, plan, [{"step": n, "step_s": truth.step_s, "exposed_s": split(truth)[1]} for n in range(9)])
     told = json.loads(say(capsys, "--check", str(tmp_path), "--json"))["check"]
     assert told["culprit"] == "exposed"
     assert told["error"] < -0.2
@@ -341,7 +429,7 @@ def test_a_check_finds_the_link_that_was_slower(tmp_path: Path, capsys: Capture)
 def test_a_check_finds_computation_that_was_slower(tmp_path: Path, capsys: Capture) -> None:
     predicted = predict(tiny_profile(), wired(10e6), gs.Plan())
     step_s = predicted.step_s + predicted.compute_s
-    save_run(tmp_path, gs.Plan(), [{"step": 1, "step_s": step_s, "exposed_s": predicted.exposed_s}] * 5)
+    save_run(tmp_path, gs.Plan(), [{"step": 1, "step_s": step_s, "exposed_s": split(predicted)[1]}] * 5)
     told = " ".join(say(capsys, "--check", str(tmp_path)).split())
     assert "Further off is computation" in told
     assert "computation × 2.0" in told
@@ -368,6 +456,9 @@ def test_a_batch_that_nobody_counted_is_told_as_a_factor() -> None:
         ([], "at least 3 are needed"),
         ([{"step": 1, "step_s": "long", "exposed_s": 0.1}] * 4, "needs step_s and exposed_s"),
         ([{"step": 1}] * 4, "needs step_s and exposed_s"),
+        ([{"step": 1, "step_s": 10**400, "exposed_s": 0.0}] * 4, "rank-0.jsonl: line 2 needs step_s"),
+        ([{"step": 1, "step_s": 0.1, "exposed_s": 0.2}] * 4, "rank-0.jsonl: line 2 waits longer"),
+        ([{"step": 1, "step_s": 0.0, "exposed_s": 0.0}] * 4, "took 0 s"),
     ],
 )
 def test_a_check_of_a_bad_file_says_which_line(
@@ -375,6 +466,41 @@ def test_a_check_of_a_bad_file_says_which_line(
 ) -> None:
     save_run(tmp_path, gs.Plan(), rows)
     assert sentence in refusal(capsys, "--check", str(tmp_path))
+    assert not list(tmp_path.glob("*.refit.toml"))
+
+
+def test_a_check_of_a_step_that_computes_nothing_is_refused(tmp_path: Path, capsys: Capture) -> None:
+    save_run(tmp_path, gs.Plan(), [{"step": 1, "step_s": 0.4, "exposed_s": 0.1}] * 5)
+    gradients = tuple(it._replace(ready_s=0.0) for it in tiny_profile().gradients)
+    ModelProfile(gradients, 0.0, 0.0).save(tmp_path / "profile.toml")
+    assert "profile.toml: a step computes for 0 s" in refusal(capsys, "--check", str(tmp_path))
+    assert not list(tmp_path.glob("*.refit.toml"))
+
+
+def test_a_check_of_a_binary_file_names_it(tmp_path: Path, capsys: Capture) -> None:
+    save_run(tmp_path, gs.Plan(), [{"step": 1, "step_s": 0.4, "exposed_s": 0.1}] * 5)
+    (tmp_path / "rank-1.jsonl").write_bytes(b"\x80\xff\x00" * 9)
+    assert "rank-1.jsonl is no file of steps: it is not text" in refusal(capsys, "--check", str(tmp_path))
+
+
+def test_a_check_without_a_rank_says_which(tmp_path: Path, capsys: Capture) -> None:
+    save_run(tmp_path, gs.Plan(), [{"step": 1, "step_s": 0.4, "exposed_s": 0.1}] * 5)
+    path = tmp_path / "rank-0.jsonl"
+    path.write_text(path.read_text().replace('"rank": 0', '"rank": 0, "world_size": 3'))
+    assert "holds no rank-2.jsonl of 3 ranks" in refusal(capsys, "--check", str(tmp_path))
+
+
+def test_a_check_compares_waiting_with_waiting(tmp_path: Path, capsys: Capture) -> None:
+    """Copies and contention are no waiting, though they are a cost: a prediction that came true needs no refit."""
+    truth = predict(tiny_profile(), wired(10e6), gs.Plan())
+    computing_s, waiting_s = split(truth)
+    assert waiting_s < truth.exposed_s
+    assert computing_s + waiting_s == pytest.approx(truth.step_s)
+    save_run(tmp_path, gs.Plan(), [{"step": 1, "step_s": truth.step_s, "exposed_s": waiting_s}] * 5)
+    told = json.loads(say(capsys, "--check", str(tmp_path), "--json"))["check"]
+    assert told["predicted"]["waiting_s"] == pytest.approx(waiting_s)
+    assert told["refitted"]["compute_factor"] == pytest.approx(1.0, rel=0.01)
+    assert told["refitted"]["link_factor"] == pytest.approx(1.0, rel=0.03)
 
 
 def test_a_check_of_something_else_says_what_is_missing(tmp_path: Path, capsys: Capture) -> None:

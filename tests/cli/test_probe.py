@@ -55,6 +55,7 @@ def test_an_old_cluster_file_may_be_replaced_but_nothing_else(
     ("arguments", "sentence"),
     [
         (["--out", "nowhere/cluster.toml"], "cannot be written: name a file in a folder that exists"),
+        (["--out", "/proc/cluster.toml"], "cannot be written: name a file in a folder that exists"),
         (["--out", "."], "cannot be written: name a file in a folder that exists"),
         (["--ranks", "1"], "needs a whole number from 2 to 64, got '1'"),
         (["--ranks", "many"], "needs a whole number from 2 to 64, got 'many'"),
@@ -81,6 +82,23 @@ def test_ranks_are_the_launchers_business(monkeypatch: pytest.MonkeyPatch, capsy
         monkeypatch.setenv(name, value)
     assert main(["probe", "--ranks", "3"]) == 2
     assert "--ranks 3, but torchrun started 2: leave --ranks out" in capsys.readouterr().err
+
+
+def test_one_rank_of_a_launcher_has_no_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["probe", "--out", str(tmp_path / "cluster.toml")]) == 2
+    assert "one rank has no links" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_full_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    findings = findings_of(Link(100e-6, 12.5e6), 0.0)
+    monkeypatch.setattr("gradsync.cli.probe.probe_alone", lambda *args, **options: findings)
+    assert main(["probe", "--out", "/dev/full"]) == 2
+    assert "--out /dev/full cannot be written: No space left" in capsys.readouterr().err
 
 
 def findings_of(wire: Link, off: float) -> Findings:

@@ -25,7 +25,7 @@ from ddp_training import assert_replicas_equal, wrap
 import gradsync as gs
 
 STEPS = 30
-PATIENCE_S = 20  # instead of an abort both ranks may wait for ever
+PATIENCE_S = 12  # instead of an abort both ranks may wait for ever
 
 
 def test_torchs_own_powersgd_hook_breaks_with_two_buckets(tmp_path: Path) -> None:

@@ -137,5 +137,5 @@ def test_stock_ddp_has_no_header_and_no_python_for_each_gradient() -> None:
 
 @pytest.mark.parametrize("bandwidth", [1e-300, 1e-3])
 def test_a_step_that_never_ends_is_refused(bandwidth: float) -> None:
-    with pytest.raises(ValueError, match="a step would take .* s, longer than anybody waits"):
+    with pytest.raises(ValueError, match=r"a step would take .* s, longer than anybody waits"):
         predict(profile_of(), cluster_of(bandwidth), Plan())

@@ -17,7 +17,8 @@ from gradsync.cli.arguments import BadInput, Parser
 from gradsync.cli.planning import checking, record
 from gradsync.cli.planning.answer import Answer, answer
 from gradsync.cli.planning.page import page
-from gradsync.cli.planning.question import ask, said
+from gradsync.cli.planning.question import ask, said, write
+from gradsync.cli.planning.saved_run import read_run
 from gradsync.cli.planning.sweep import Axis, Point, parse_axis, sweep
 from gradsync.cli.planning.sweep import as_json as sweep_as_json
 from gradsync.cli.planning.telling import (
@@ -113,12 +114,13 @@ def run(options: argparse.Namespace) -> int:
     )
     question = ask(options)
     answered = said(lambda: answer(question.profile, question.cluster, options.allow, question.arrives))
-    found = find_thresholds(answered)
+    found = said(lambda: find_thresholds(answered))
     swept = said(lambda: [(axis, sweep(axis, answered)) for axis in options.sweep or ()])
+    html = said(lambda: _page(answered, found, swept)) if options.html is not None else ""
     if options.out is not None:
-        answered.chosen.plan.save(options.out)
+        write("--out", options.out, answered.chosen.plan.save)
     if options.html is not None:
-        options.html.write_text(_page(answered, found, swept), encoding="utf-8")
+        write("--html", options.html, lambda path: path.write_text(html, encoding="utf-8"))
     if options.json:
         told = record.as_json(answered, found)
         if swept:
@@ -177,8 +179,9 @@ def _check(options: argparse.Namespace) -> int:
             )
     if not options.check.is_dir():
         raise BadInput(f"gradsync plan: --check {options.check} is no folder: name one that gs.auto(save=...) wrote")
-    checked = checking.check(said(lambda: checking.read_run(options.check)))
-    now = answer(checked.profile, checked.cluster, options.allow).chosen
+    checked = said(lambda: checking.check(read_run(options.check)))
+    now = said(lambda: answer(checked.profile, checked.cluster, options.allow)).chosen
+    told = checking.sentences(checked, now)
     path = options.check / "cluster.refit.toml"
     try:
         checked.cluster.save(path)
@@ -190,7 +193,7 @@ def _check(options: argparse.Namespace) -> int:
         table = {"command": "plan", "version": record.VERSION, "check": checking.as_json(checked, now)}
         console.out(json.dumps(table, indent=1))
         return 0
-    for sentence in checking.sentences(checked, now):
+    for sentence in told:
         console.print(f"• {sentence}", markup=False)
     console.print(f"Written: {path} and profile.refit.toml beside it, for --cluster and --profile.", style="dim")
     return 0
@@ -211,9 +214,14 @@ def _is_plan(path: Path) -> bool:
 def _check_writable(option: str, path: Path | None, is_ours: Callable[[Path], bool]) -> None:
     if path is None:
         return
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    try:
+        able = not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
+        other = able and path.exists() and path.stat().st_size > 0 and not is_ours(path)
+    except OSError:
+        able = other = False
+    if not able:
         raise BadInput(f"gradsync plan: {option} {path} cannot be written: name a file in a folder that exists")
-    if path.exists() and path.stat().st_size and not is_ours(path):
+    if other:
         raise BadInput(f"gradsync plan: {option} {path} is something else already: name another file, or remove it")
 
 

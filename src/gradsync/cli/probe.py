@@ -11,6 +11,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from gradsync.cli.arguments import BadInput, Parser, whole_number
+from gradsync.cli.planning.wording import printable
 from gradsync.cli.probing.starting import probe_alone, probe_as_rank
 from gradsync.cli.probing.telling import FOOTNOTE, as_json, sentences, tables
 from gradsync.launch import init
@@ -59,6 +60,11 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
 def run(options: argparse.Namespace) -> int:
     """The command."""
     task = read_task(os.environ, os.getppid())
+    if task is None and {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        raise BadInput(
+            "gradsync probe: the launcher started 1 rank (WORLD_SIZE=1), and one rank has no links: "
+            "start 2 or more, or call gradsync probe without a launcher"
+        )
     if task is None or task.rank == 0:
         _check_file(options.out)
     if task is None:
@@ -66,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         findings = _probe_under_launcher(options, task)
     if task is None or task.rank == 0:
-        findings.cluster.save(options.out)
+        _save(findings.cluster, options.out)
         _show(findings, options)
     return 0
 
@@ -76,8 +82,6 @@ def _probe_under_launcher(options: argparse.Namespace, task: Task) -> Findings:
         raise BadInput(
             f"gradsync probe: --ranks {options.ranks}, but {task.launcher} started {task.world_size}: leave --ranks out"
         )
-    if task.world_size < 2:
-        raise BadInput(f"gradsync probe: {task.launcher} started 1 rank, and links need 2: start more")
     init()
     findings = probe_as_rank(options.brief, quiet=options.json)
     dist.barrier()
@@ -87,15 +91,29 @@ def _probe_under_launcher(options: argparse.Namespace, task: Task) -> Findings:
 
 def _check_file(path: Path) -> None:
     """Before anything is measured: it can be written, and nothing else is lost by it."""
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise BadInput(f"gradsync probe: --out {path} cannot be written: name a file in a folder that exists")
-    if path.exists() and path.stat().st_size:
-        try:
+    try:
+        existed = path.exists()
+        with path.open("a", encoding="utf-8"):
+            pass
+        if not existed:
+            path.unlink()
+        elif path.stat().st_size:
             Cluster.load(path)
-        except (ValueError, TypeError) as error:
-            raise BadInput(
-                f"gradsync probe: --out {path} exists and is no cluster file ({error}): name another file"
-            ) from None
+    except OSError:
+        raise BadInput(f"gradsync probe: --out {path} cannot be written: name a file in a folder that exists") from None
+    except (ValueError, TypeError) as error:
+        raise BadInput(
+            f"gradsync probe: --out {path} exists and is no cluster file ({printable(str(error))}): name another file"
+        ) from None
+
+
+def _save(cluster: Cluster, path: Path) -> None:
+    try:
+        cluster.save(path)
+    except OSError as error:
+        raise BadInput(
+            f"gradsync probe: --out {path} cannot be written: {error.strerror or error}; name another file"
+        ) from None
 
 
 def _show(findings: Findings, options: argparse.Namespace) -> None:
@@ -110,4 +128,4 @@ def _show(findings: Findings, options: argparse.Namespace) -> None:
     console.print(FOOTNOTE, style="dim")
     console.print()
     for sentence in sentences(findings, options.out):
-        console.print(f"• {sentence}", soft_wrap=not plain.is_terminal)
+        console.print(f"• {sentence}", soft_wrap=not plain.is_terminal, markup=False)

@@ -24,7 +24,7 @@ _WORTH_IT = (
     ("lossy", 0.1),
     ("other training", 0.1),
 )
-_SAME = 0.015  # of the step: two plans are about equally fast
+SAME = 0.015  # of the step: two plans are about equally fast
 _FITS = 0.02  # of the step: what is exposed is not worth a word
 
 
@@ -86,7 +86,7 @@ def reason(prediction: Prediction, default: Prediction, cluster: Cluster) -> str
             return "communication fits into backward: compressing would buy nothing"
         return f"{show_seconds(default.exposed_s)} of communication stick out of backward"
     gain = default.exposed_s - prediction.exposed_s
-    if abs(gain) <= _SAME * default.step_s:
+    if abs(gain) <= SAME * default.step_s:
         if prediction.quality == "exact":
             return "no faster and no slower than the default"
         return "communication fits into backward already" if fits else "what it saves on the wire it costs elsewhere"

@@ -12,10 +12,9 @@ from gradsync.planner.candidates import Allow
 from gradsync.planner.predicting import predict
 from gradsync.planner.prediction import Prediction
 from gradsync.planner.profile import ModelProfile
-from gradsync.planner.recommending import pick, recommend
+from gradsync.planner.recommending import SAME, pick, recommend
 
 SMALL = 0.05  # an overhead that nobody needs to act on
-WORTH_IT = 0.015  # of the step: what a change must save to be worth it
 _SAME = ("exact", "16-bit")
 
 
@@ -28,7 +27,7 @@ class Answer:
         profile: and what is to be trained on it.
         candidates: Best first; unless the user allowed more, what trains the same stands before all else.
         usual: `Plan()`: exact averaging, overlapped with backward, the fastest algorithm that gradsync has there.
-        ddp: The same by the process group's own all-reduce, as DDP does it.
+        ddp: What stock DDP costs there: the same by the process group's own all-reduce, without gradsync's part.
         chosen: The plan to use.
         arrives: What `bandwidth` of the narrow link is of the rate by which people name it: "100g" is a line rate of
             12.5 GB/s, of which 11 arrive. 1: it is named by what arrives.
@@ -59,8 +58,14 @@ class Answer:
 
     @property
     def needed(self) -> bool:
-        """Whether gradsync makes steps faster than DDP here, without changing what is learned."""
-        return self.ddp.overhead > SMALL or saving(self.chosen, self.ddp) > WORTH_IT
+        """Whether there is something to gain over DDP without changing what is learned, or something to look for."""
+        gain = saving(pick(self.same), self.ddp)
+        return gain > SAME or (self.ddp.overhead > SMALL and gain >= -SAME)
+
+    @property
+    def slower(self) -> bool:
+        """Whether the chosen plan costs noticeably more than stock DDP."""
+        return saving(self.chosen, self.ddp) < -SAME
 
 
 def answer(profile: ModelProfile, cluster: Cluster, allow: Allow | None = None, arrives: float = 1.0) -> Answer:
@@ -70,8 +75,7 @@ def answer(profile: ModelProfile, cluster: Cluster, allow: Allow | None = None, 
         chosen = pick([it for it in found if trains_the_same(it)])
         found.sort(key=lambda it: (it is not chosen, not trains_the_same(it), it.exposed_s))
     usual = next(it for it in found if it.plan == Plan())
-    as_ddp = Plan(algorithm=native())
-    ddp = next((it for it in found if it.plan == as_ddp), None) or predict(profile, cluster, as_ddp)
+    ddp = predict(profile, cluster, Plan(algorithm=native()), stock=True)
     return Answer(cluster, profile, tuple(found), usual, ddp, found[0], arrives)
 
 
@@ -85,4 +89,4 @@ def saving(one: Prediction, other: Prediction) -> float:
 
     By what is exposed: with `accumulate(k)` a step is shorter also because the optimizer steps less often.
     """
-    return (other.exposed_s - one.exposed_s) / other.step_s
+    return (other.exposed_s - one.exposed_s) / other.step_s if other.step_s > 0 else 0.0

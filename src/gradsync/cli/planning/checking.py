@@ -1,46 +1,22 @@
-"""A run that was saved, against what was predicted for it: how far off, in which part, and the numbers put right.
-
-FOLDER/cluster.toml   the links that the prediction was made with
-FOLDER/profile.toml   the model's step
-FOLDER/plan.toml      what ran
-FOLDER/rank-N.jsonl   a header, then a line per step: {"step": 7, "step_s": 0.035, "exposed_s": 0.004}
-"""
+"""A run that was saved, against what was predicted for it: how far off, in which part, and the numbers put right."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from statistics import fmean, median
 from typing import Any
 
-from gradsync.cli.planning.question import load
+from gradsync.cli.planning.saved_run import Run
 from gradsync.cli.planning.thresholds import least
 from gradsync.cli.planning.what_if import with_faster_link, with_slower_compute
 from gradsync.links import Cluster
 from gradsync.paces import Delayed, EveryStep
-from gradsync.plan import Plan
 from gradsync.planner.predicting import predict
 from gradsync.planner.prediction import Prediction
 from gradsync.planner.profile import ModelProfile
 from gradsync.planner.snippet import as_python
 
 _FASTEST = 64.0  # a link that must be off by more than this is not what is wrong
-_ENOUGH = 3  # steps
-_FORMAT = 1  # of the steps' files, as engine.diary writes them
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a folder holds; times are means over ranks of the middle of their steps."""
-
-    cluster: Cluster
-    profile: ModelProfile
-    plan: Plan
-    steps: int
-    step_s: float
-    exposed_s: float
+_TURNS = 3  # of putting computation and the links right
 
 
 @dataclass(frozen=True)
@@ -73,49 +49,42 @@ class Check:
     @property
     def culprit(self) -> str:
         """The part that is further off, in seconds."""
-        compute = abs(self.predicted.compute_s - (self.run.step_s - self.run.exposed_s))
-        return "compute" if compute > abs(self.predicted.exposed_s - self.run.exposed_s) else "exposed"
+        computing_s, waiting_s = split(self.predicted)
+        compute = abs(computing_s - (self.run.step_s - self.run.exposed_s))
+        return "compute" if compute > abs(waiting_s - self.run.exposed_s) else "exposed"
 
 
-def read_run(folder: Path) -> Run:
-    """Everything in the folder; a sentence if it is no run."""
-    plan = load("--check", folder / "plan.toml", Plan.load)
-    seldom = not isinstance(
-        plan.pace, EveryStep | Delayed
-    )  # steps differ on purpose: a median would forget the dear ones
-    ranks = [load("--check", path, _read_steps) for path in sorted(folder.glob("rank-*.jsonl"))]
-    if not ranks:
-        raise ValueError(
-            f"{folder} holds no rank-0.jsonl: a run is saved by gs.attach(model, optimizer, gs.auto(save=folder))"
-        )
-    middle = fmean if seldom else median
-    return Run(
-        load("--check", folder / "cluster.toml", Cluster.load),
-        load("--check", folder / "profile.toml", ModelProfile.load),
-        plan,
-        min(len(steps) for steps in ranks),
-        fmean(middle([step for step, _ in steps]) for steps in ranks),
-        fmean(middle([exposed for _, exposed in steps]) for steps in ranks),
-    )
+def split(prediction: Prediction) -> tuple[float, float]:
+    """Seconds in which a step computes and in which it only waits, as a run's recorder tells them apart.
+
+    What hooks, copies and contention add to computation is computation there. Only `exposed_s` counts it as a cost.
+    """
+    if not isinstance(prediction.plan.pace, EveryStep | Delayed):
+        return prediction.compute_s, prediction.exposed_s  # the timeline is not that of a mean step
+    computing_s = sum(span.stop_s - span.start_s for span in prediction.timeline if span.track == "compute")
+    return computing_s, max(0.0, prediction.step_s - computing_s)
 
 
 def check(run: Run) -> Check:
     """Compare, then scale computation and the links until the prediction meets the measurement."""
     predicted = predict(run.profile, run.cluster, run.plan)
-    compute_factor = max(1e-9, run.step_s - run.exposed_s) / run.profile.compute_s
-    profile = with_slower_compute(run.profile, compute_factor)
+    profile, cluster, compute_factor = run.profile, run.cluster, 1.0
+    link_factor: float | None = None
+    computed_s = max(1e-9, run.step_s - run.exposed_s)
 
     def fast_enough(factor: float) -> bool:
-        return predict(profile, with_faster_link(run.cluster, factor), run.plan).exposed_s <= run.exposed_s
+        return split(predict(profile, with_faster_link(run.cluster, factor), run.plan))[1] <= run.exposed_s
 
     def slow_enough(factor: float) -> bool:
         return predict(with_slower_compute(run.profile, factor), run.cluster, run.plan).step_s >= run.step_s
 
-    link_factor = least(fast_enough, 1 / _FASTEST, _FASTEST)
-    cluster = run.cluster
-    if link_factor is not None:
-        cluster = with_faster_link(cluster, link_factor)
-    elif (factor := least(slow_enough, 1 / _FASTEST, _FASTEST)) is not None:
+    # In turns, for a slow link also slows computation down while it works.
+    for _ in range(_TURNS):
+        compute_factor *= computed_s / split(predict(profile, cluster, run.plan))[0]
+        profile = with_slower_compute(run.profile, compute_factor)
+        link_factor = least(fast_enough, 1 / _FASTEST, _FASTEST)
+        cluster = run.cluster if link_factor is None else with_faster_link(run.cluster, link_factor)
+    if link_factor is None and (factor := least(slow_enough, 1 / _FASTEST, _FASTEST)) is not None:
         compute_factor, profile = factor, with_slower_compute(run.profile, factor)
     cluster = replace(cluster, name=f"{run.cluster.name} (refitted)".strip())
     return Check(run, predicted, cluster, profile, predict(profile, cluster, run.plan), compute_factor, link_factor)
@@ -125,13 +94,14 @@ def sentences(checked: Check, now: Prediction) -> list[str]:
     """What came of it, and what the plan would be with the numbers put right."""
     run, predicted = checked.run, checked.predicted
     inside = predicted.low_s <= run.step_s <= predicted.high_s
+    computing_s, waiting_s = split(predicted)
     told = [
         f"{run.steps} steps took {_ms(run.step_s)} each, {_ms(predicted.step_s)} were predicted: "
         f"{100 * checked.error:+.1f} %, {'inside' if inside else 'outside'} the interval of "
         f"{_ms(predicted.low_s)} to {_ms(predicted.high_s)}.",
-        f"Computation: {_ms(run.step_s - run.exposed_s)} measured, {_ms(predicted.compute_s)} predicted. "
-        f"Exposed: {_ms(run.exposed_s)} measured, {_ms(predicted.exposed_s)} predicted. "
-        f"Further off is {'computation' if checked.culprit == 'compute' else 'what is exposed'}.",
+        f"Computation: {_ms(run.step_s - run.exposed_s)} measured, {_ms(computing_s)} predicted. "
+        f"Waiting: {_ms(run.exposed_s)} measured, {_ms(waiting_s)} predicted. "
+        f"Further off is {'computation' if checked.culprit == 'compute' else 'the wait'}.",
     ]
     links = "the links as they were, for no speed of theirs explains so little waiting"
     if checked.link_factor is not None:
@@ -166,34 +136,8 @@ def as_json(checked: Check, now: Prediction) -> dict[str, Any]:
 
 def _part(prediction: Prediction) -> dict[str, float]:
     names = ("step_s", "low_s", "high_s", "compute_s", "exposed_s")
-    return {name: getattr(prediction, name) for name in names}
-
-
-def _read_steps(path: Path) -> Sequence[tuple[float, float]]:
-    """Seconds of each step and what of it was exposed; the last line may be cut off, as the run may have been."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    steps = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            if number == len(lines) and number > 1:
-                break
-            raise ValueError(f"{path}: line {number} is not JSON: {line[:40]!r}") from None
-        if number == 1:
-            if not isinstance(row, dict) or row.get("format") != _FORMAT:
-                raise ValueError(f'{path}: the first line must say "format": {_FORMAT}, got {line[:60]!r}')
-        elif not isinstance(row, dict) or not _is_time(row.get("step_s")) or not _is_time(row.get("exposed_s")):
-            raise ValueError(f"{path}: line {number} needs step_s and exposed_s, in seconds, got {line[:60]!r}")
-        else:
-            steps.append((float(row["step_s"]), float(row["exposed_s"])))
-    if len(steps) < _ENOUGH:
-        raise ValueError(f"{path} holds {len(steps)} steps: at least {_ENOUGH} are needed")
-    return steps
-
-
-def _is_time(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+    computing_s, waiting_s = split(prediction)
+    return {name: getattr(prediction, name) for name in names} | {"computing_s": computing_s, "waiting_s": waiting_s}
 
 
 def _ms(seconds: float) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from gradsync.cli.arguments import BadInput
+from gradsync.cli.planning.wording import printable
 from gradsync.devices import Device
 from gradsync.links import Cluster
 from gradsync.planner.architectures import architecture
@@ -20,6 +21,7 @@ from gradsync.planner.profile import ModelProfile
 T = TypeVar("T")
 
 _PARTS = ("gpus", "per_host", "link", "network", "nics", "device", "backend")
+_MOST_PARAMS = 10**14  # more than anybody trains
 _DESCRIPTION = ("params", "arch", "dtype", "tokens", "mfu", "flops")
 
 
@@ -35,7 +37,18 @@ class Question:
 def ask(options: argparse.Namespace) -> Question:
     """From the options of the command line."""
     made = _cluster(options)
-    return Question(made, _profile(options, made.device), _arrives(options, made))
+    profile = _profile(options, made.device)
+    arrives = _arrives(options, made)
+    device = replace(made.device, name=printable(made.device.name))
+    return Question(
+        replace(made, name=printable(made.name), device=device),
+        replace(
+            profile,
+            name=printable(profile.name),
+            gradients=tuple(gradient._replace(name=printable(gradient.name)) for gradient in profile.gradients),
+        ),
+        arrives,
+    )
 
 
 def said(make: Callable[[], T]) -> T:
@@ -43,7 +56,19 @@ def said(make: Callable[[], T]) -> T:
     try:
         return make()
     except ValueError as error:
-        raise BadInput(f"gradsync plan: {error}") from None
+        raise BadInput(f"gradsync plan: {printable(str(error))}") from None
+    except OverflowError as error:
+        raise BadInput(f"gradsync plan: these numbers are too large to reckon with: {error}") from None
+
+
+def write(option: str, path: Path, put: Callable[[Path], object]) -> None:
+    """Let `put` write the file; a sentence if it cannot."""
+    try:
+        put(path)
+    except OSError as error:
+        raise BadInput(
+            f"gradsync plan: {option} {path} cannot be written: {error.strerror or error}; name another file"
+        ) from None
 
 
 def load(option: str, path: Path, read: Callable[[Path], T]) -> T:
@@ -75,6 +100,8 @@ def _profile(options: argparse.Namespace, device: Device) -> ModelProfile:
         _refuse(options, ("params",), f"--arch {options.arch} says how many parameters there are")
     elif options.params is None:
         raise BadInput("gradsync plan: which model? Say --params 1e9, or --arch gpt2-xl, or --profile FILE")
+    elif options.params > _MOST_PARAMS:
+        raise BadInput(f"gradsync plan: a model has at most {_MOST_PARAMS:,} parameters, got {options.params:,}")
     flops = device.flops if options.flops is None else options.flops
     if options.flops is None and not flops:
         raise BadInput(

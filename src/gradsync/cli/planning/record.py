@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gradsync.cli.planning.answer import Answer
+from gradsync.cli.planning.memory import shortage
 from gradsync.cli.planning.thresholds import Thresholds, changes
 from gradsync.cli.planning.verdict import verdict
 from gradsync.links import Cluster, Link
@@ -33,7 +34,7 @@ def as_json(answer: Answer, found: Thresholds) -> dict[str, Any]:
             "bandwidth_under_5_percent": found.bandwidth,
             "tokens_under_5_percent": found.tokens,
             "break_even_bandwidth": found.break_even,
-            "changes": changes(answer, found),
+            "changes": [*changes(answer, found), *shortage(answer.profile, answer.cluster)],
         },
         "candidates": [_candidate(candidate) for candidate in answer.candidates],
     }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from gradsync import units
-from gradsync.cli.planning.answer import WORTH_IT, Answer, saving, trains_the_same
+from gradsync.cli.planning.answer import Answer, saving, trains_the_same
 from gradsync.cli.planning.what_if import with_bandwidth, with_gpus, with_tokens
 from gradsync.links import Cluster
 from gradsync.paces import EveryStep
@@ -17,12 +17,13 @@ from gradsync.planner.collective import Collectives
 from gradsync.planner.goodput import Goodput, goodput
 from gradsync.planner.prediction import Prediction
 from gradsync.planner.profile import ModelProfile
-from gradsync.planner.recommending import recommend
+from gradsync.planner.recommending import SAME, recommend
 
 What = Literal["gpus", "bandwidth", "tokens"]
 
 _PARSERS: dict[str, Callable[[str], float]] = {"gpus": units.count, "bandwidth": units.rate, "tokens": units.count}
 _MOST_POINTS = 40
+_MOST_GPUS = 1_000_000  # as in the catalogue
 FAR = 1024  # GPUs: what lies beyond is labelled
 
 
@@ -85,6 +86,8 @@ def parse_axis(text: str) -> Axis:
         raise ValueError(f"the sweep {text} is empty: write the smaller number first")
     if high > low * 2**_MOST_POINTS:
         raise ValueError(f"the sweep {text} has more than {_MOST_POINTS} powers of two: take a smaller range")
+    if what == "gpus" and high > _MOST_GPUS:
+        raise ValueError(f"a cluster has from 1 to {_MOST_GPUS:,} GPUs, got {high!r}")
     return Axis(what, low, high)  # type: ignore[arg-type]  # it is one of them, see above
 
 
@@ -101,7 +104,11 @@ def _check_hosts(axis: Axis, cluster: Cluster) -> None:
     """Refuse hosts that are not full, and hosts that nothing connects."""
     size = max(map(len, cluster.hosts))
     if len(cluster.hosts) == 1 and axis.high > size and cluster.across == cluster.inside:
-        raise ValueError(f"a sweep to {axis.high} GPUs needs a network between hosts of {size}: say --network 100g")
+        raise ValueError(
+            f"a sweep to {axis.high} GPUs needs a network between hosts of {size}: say --network 100g; if --cluster "
+            "says what the machines are, probe two hosts under torchrun (gradsync probe --help), or describe the parts "
+            "instead of it (--gpus, --per-host, --device, --network)"
+        )
     for gpus in axis.points():
         if gpus > size and gpus % size:
             less = gpus - gpus % size
@@ -121,7 +128,7 @@ def _point(axis: Axis, value: float, answer: Answer, plans: Sequence[Plan]) -> P
     return Point(
         value,
         usual,
-        same if saving(same, usual) > WORTH_IT else usual,
+        same if saving(same, usual) > SAME else usual,
         min(lossy, key=lambda it: it.step_s, default=None),
         ranked[0],
         goodput(int(value)) if axis.what == "gpus" else None,

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gradsync.cli.planning.answer import Answer, saving
+from gradsync.cli.planning.memory import shortage
 from gradsync.cli.planning.sweep import FAR, Axis, Point
 from gradsync.cli.planning.verdict import bolder
 from gradsync.cli.planning.wording import show_interval, show_ms, show_saving, show_share
@@ -55,7 +56,7 @@ def assumptions(answer: Answer) -> list[str]:
         line = cluster.across.bandwidth / answer.arrives
         named = "" if answer.arrives == 1.0 else f"line rate {show_bits(line)} = {show_rate(line)}, of which "
         told.append(f"Between hosts: {named}{_link(cluster.across)}, {shared}.")
-    return [*told, _model(profile)]
+    return [*told, _model(profile), *shortage(profile, cluster)]
 
 
 def _model(profile: ModelProfile) -> str:

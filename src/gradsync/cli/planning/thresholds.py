@@ -9,6 +9,7 @@ from math import sqrt
 from gradsync.cli.planning.answer import SMALL, Answer
 from gradsync.cli.planning.verdict import bolder
 from gradsync.cli.planning.what_if import narrow_link, with_bandwidth, with_tokens
+from gradsync.paces import EveryStep
 from gradsync.planner.predicting import predict
 from gradsync.planner.prediction import Prediction
 from gradsync.planner.snippet import in_words
@@ -68,7 +69,7 @@ def _compressed(answer: Answer) -> Prediction | None:
     """In 16 bits, if that shrinks anything; else what the verdict speaks of; else the fastest."""
     sixteen = next((it for it in answer.same if it.quality == "16-bit"), None)
     option = bolder(answer)
-    if option is not None and option.plan.compress is None:
+    if option is not None and (option.plan.compress is None or not isinstance(option.plan.pace, EveryStep)):
         option = None
     return sixteen or option or next(iter(answer.lossy), None)
 
@@ -101,7 +102,10 @@ def _on_bandwidth(answer: Answer, found: Thresholds) -> str:
     now = _named(answer, narrow_link(answer.cluster).bandwidth)
     link = "between hosts" if len(answer.cluster.hosts) > 1 else "inside the host"
     if found.bandwidth is None:
-        return f"No bandwidth {link} brings exact averaging under {_LIMIT}: what is left is not the wire's."
+        return (
+            f"No bandwidth {link} up to {_REACH:,.0f} times this one brings exact averaging under {_LIMIT}: "
+            "what is left is not the wire's."
+        )
     limit_at = _named(answer, found.bandwidth)
     if answer.usual.overhead < SMALL:
         return f"Exact averaging stays under {_LIMIT} down to {limit_at} {link} (now {now})."
@@ -127,7 +131,7 @@ def _on_compression(answer: Answer, found: Thresholds) -> list[str]:
 
 def _on_tokens(answer: Answer, found: Thresholds) -> str:
     if found.tokens is None:
-        return f"No batch brings exact averaging under {_LIMIT}."
+        return f"No batch up to {_REACH:,.0f} times this one brings exact averaging under {_LIMIT}."
     batch, now = f"{show_count(round(found.tokens))} tokens per GPU and step", show_count(answer.profile.tokens)
     if answer.profile.tokens == 1:  # nobody counted them
         batch, now = f"{found.tokens:.2g} times the batch", "1"

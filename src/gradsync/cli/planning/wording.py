@@ -1,4 +1,4 @@
-"""Shares and milliseconds, as people read them in a table."""
+"""Shares, milliseconds and names, as people read them in a table."""
 
 from __future__ import annotations
 
@@ -42,3 +42,12 @@ def show_saving(share: float) -> str:
     """
     percent = round(100 * share)
     return f"{'−' if percent < 0 else ''}{abs(percent)} %"
+
+
+def printable(text: str) -> str:
+    """A name from a file that anybody may have written, without what would move a cursor or start a line.
+
+    >>> printable("\\x1b[31mred\\nlines and 網 stay")
+    '�[31mred�lines and 網 stay'
+    """
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
