@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, TypeVar
+
+T = TypeVar("T")
 
 
 class BadInput(Exception):
@@ -35,3 +37,15 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
         return number
 
     return parse
+
+
+def spoken(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """A type for `add_argument` whose own sentence reaches the user."""
+
+    def parse_argument(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse_argument

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
@@ -14,7 +13,8 @@ import torch.distributed as dist
 from rich.console import Console
 
 from gradsync.allreduce.drawing import draw
-from gradsync.cli.arguments import BadInput, Parser, whole_number
+from gradsync.cli.arguments import BadInput, Parser, spoken, whole_number
+from gradsync.cli.consoles import wide_console
 from gradsync.cli.contest.arms import ARMS, MPI, MPI_DTYPES, line_up, out_of_place, parse_arms
 from gradsync.cli.contest.machine import cores, free_memory_nbytes
 from gradsync.cli.contest.memory import sweep_nbytes
@@ -68,9 +68,9 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     add = parser.add_argument
     add("--ranks", type=whole_number(2, _MAX_RANKS), metavar="N", help="processes to start (one per core, at least 2)")
-    add("--sizes", type=_said(parse_sizes), default="1K..256M", help="as in 1K,1M,25M or 1K..256M (factor 4)")
+    add("--sizes", type=spoken(parse_sizes), default="1K..256M", help="as in 1K,1M,25M or 1K..256M (factor 4)")
     add("--dtype", choices=list(DTYPES), default="fp32", help="of the numbers (fp32)")
-    add("--algorithms", type=_said(parse_arms), metavar="LIST", help=f"of {', '.join(ARMS)}; or all")
+    add("--algorithms", type=spoken(parse_arms), metavar="LIST", help=f"of {', '.join(ARMS)}; or all")
     add("--cache", choices=list(_CACHES), default="warm", help="what the caches hold before a call (warm)")
     add("--busy", action="store_true", help="also measure while the main thread computes in Python")
     add("--rounds", type=whole_number(1, 100_000), metavar="N", help="calls of each arm (as fit into a minute)")
@@ -78,7 +78,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     add("--json", action="store_true", help="print JSON instead of a table")
     add("--plot", type=Path, metavar="FILE", help="write the times by size as SVG")
     add("--draw", choices=list(RECIPES), help="do not measure: print this algorithm's schedule")
-    add("--hosts", type=_said(parse_hosts), metavar="MxG", help="with --draw: M hosts of G ranks")
+    add("--hosts", type=spoken(parse_hosts), metavar="MxG", help="with --draw: M hosts of G ranks")
     add("--svg", type=Path, metavar="FILE", help="with --draw: write the schedule as SVG")
     parser.set_defaults(run=run)
 
@@ -103,7 +103,7 @@ def _draw(options: argparse.Namespace) -> int:
     _check_writable("--svg", options.svg)
     schedule = sketch(options.draw, options.hosts or as_hosts(options.ranks or _default_ranks()))
     if options.svg is None:
-        _console().out(draw(schedule))
+        wide_console().out(draw(schedule))
     else:
         options.svg.write_text(draw(schedule, "svg"))
     return 0
@@ -186,7 +186,7 @@ def _check_writable(option: str, path: Path | None) -> None:
 
 
 def _show(result: Result, options: argparse.Namespace) -> int:
-    console = _console()
+    console = wide_console()
     if options.plot is not None:
         options.plot.write_text(plot(result))
     if options.json:
@@ -208,21 +208,3 @@ def _introduce(question: Question, where: str, quiet: bool) -> None:
 
 def _default_ranks() -> int:
     return min(_MAX_RANKS, max(2, cores()))
-
-
-def _said(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """A type for `add_argument` whose own sentence reaches the user."""
-
-    def parse_argument(text: str) -> T:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return parse_argument
-
-
-def _console() -> Console:
-    plain = Console(highlight=False)
-    # Into a file or pipe there is no width to fit: wide enough that no cell wraps.
-    return plain if plain.is_terminal else Console(highlight=False, width=120)

@@ -14,6 +14,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from gradsync.cli.arguments import BadInput, Parser, whole_number
+from gradsync.cli.consoles import wide_console
 from gradsync.cli.progress import follow
 from gradsync.cli.slow_link import result as slow_result
 from gradsync.cli.slow_link import telling as slow_telling
@@ -171,7 +172,7 @@ def _introduce(num_parameters: int, num_characters: int, where: str) -> None:
 
 
 def _print_result(result: Result, as_json: bool) -> None:
-    console = _console()
+    console = wide_console()
     if as_json:
         console.out(json.dumps(result.as_json(), indent=2))
         return
@@ -184,7 +185,7 @@ def _print_result(result: Result, as_json: bool) -> None:
 
 
 def _print_slow_link(result: slow_result.Result, as_json: bool) -> None:
-    console = _console()
+    console = wide_console()
     if as_json:
         console.out(json.dumps(result.as_json(), indent=2))
         return
@@ -197,7 +198,7 @@ def _print_slow_link(result: slow_result.Result, as_json: bool) -> None:
 
 
 def _print_deaths(deaths: list[Death], as_json: bool) -> None:
-    console = _console()
+    console = wide_console()
     if as_json:
         console.out(json.dumps({"command": "demo", "deaths": [death.as_json() for death in deaths]}, indent=2))
         return
@@ -217,9 +218,3 @@ def _print_deaths(deaths: list[Death], as_json: bool) -> None:
 def _spoken(fate: Fate) -> Text:
     said = fate.message if fate.error is None else f"{fate.error}: {fate.message}"
     return Text(f"rank {fate.rank} after {fate.seconds:.2f} s: {said}")
-
-
-def _console() -> Console:
-    plain = Console(highlight=False)
-    # Into a file or pipe there is no width to fit: wide enough that no cell wraps.
-    return plain if plain.is_terminal else Console(highlight=False, width=120)

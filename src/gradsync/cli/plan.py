@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from rich.console import Console
 from rich.syntax import Syntax
 
 from gradsync import units
-from gradsync.cli.arguments import BadInput, Parser
+from gradsync.cli.arguments import BadInput, Parser, spoken
+from gradsync.cli.consoles import wide_console
 from gradsync.cli.planning import checking, record
 from gradsync.cli.planning.answer import Answer, answer
 from gradsync.cli.planning.page import page
@@ -72,19 +72,19 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     where = parser.add_argument_group("where it runs").add_argument
-    where("--gpus", type=_said(units.count), metavar="N", help="how many in all")
-    where("--per-host", type=_said(units.count), metavar="N", help="how many in each host (8, or all)")
+    where("--gpus", type=spoken(units.count), metavar="N", help="how many in all")
+    where("--per-host", type=spoken(units.count), metavar="N", help="how many in each host (8, or all)")
     where("--device", metavar="NAME", help="a100, h100, h200, b200 ... (a100)")
     where("--link", metavar="NAME", help="inside a host: nvlink3, pcie4 ... or a rate (what the device usually has)")
     where("--network", metavar="NAME", help="between hosts: 100g, 100g-tcp, ndr ... or a rate, of each NIC")
-    where("--nics", type=_said(units.count), metavar="N", help="of each host (1)")
+    where("--nics", type=spoken(units.count), metavar="N", help="of each host (1)")
     where("--backend", choices=["nccl", "gloo"], help="of the process group (nccl for GPUs)")
     where("--cluster", type=Path, metavar="FILE", help="all of that, measured by gradsync probe")
     what = parser.add_argument_group("what it trains").add_argument
-    what("--params", type=_said(units.count), metavar="N", help="parameters of a transformer: 1e9, 350m")
+    what("--params", type=spoken(units.count), metavar="N", help="parameters of a transformer: 1e9, 350m")
     what("--arch", metavar="NAME", help="a known architecture instead: gpt2-xl ...")
     what("--dtype", metavar="TYPE", help="of the gradients: fp16, bf16, fp32 (fp16)")
-    what("--tokens", type=_said(units.count), metavar="N", help="per GPU and step (8192)")
+    what("--tokens", type=spoken(units.count), metavar="N", help="per GPU and step (8192)")
     what("--mfu", type=float, metavar="SHARE", help="of the device's peak that the model reaches (0.45)")
     what("--flops", type=float, metavar="N", help="the device's peak, where the catalogue has none")
     what("--profile", type=Path, metavar="FILE", help="all of that, measured by gs.auto(save=...)")
@@ -92,7 +92,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     then("--allow", choices=ALLOWS, help="choose among these (all are shown, what trains the same is chosen)")
     then(
         "--sweep",
-        type=_said(parse_axis),
+        type=spoken(parse_axis),
         action="append",
         metavar="WHAT",
         help="gpus=8..4096, bandwidth=..., tokens=...",
@@ -125,14 +125,14 @@ def run(options: argparse.Namespace) -> int:
         told = record.as_json(answered, found)
         if swept:
             told["sweep"] = [sweep_as_json(axis, points) for axis, points in swept]
-        _console().out(json.dumps(told, indent=1))
+        wide_console().out(json.dumps(told, indent=1))
     else:
         _tell(answered, found, swept, options.out)
     return 0
 
 
 def _tell(answered: Answer, found: Thresholds, swept: Sequence[tuple[Axis, list[Point]]], out: Path | None) -> None:
-    console = _console()
+    console = wide_console()
     console.print(verdict(answered), style="bold", markup=False)
     console.print(calibration(answered), style="" if answered.cluster.calibrated else "yellow")
     console.print()
@@ -188,7 +188,7 @@ def _check(options: argparse.Namespace) -> int:
         checked.profile.save(options.check / "profile.refit.toml")
     except OSError as error:
         raise BadInput(f"gradsync plan: {path} cannot be written: {error.strerror}; copy the folder first") from None
-    console = _console()
+    console = wide_console()
     if options.json:
         table = {"command": "plan", "version": record.VERSION, "check": checking.as_json(checked, now)}
         console.out(json.dumps(table, indent=1))
@@ -223,21 +223,3 @@ def _check_writable(option: str, path: Path | None, is_ours: Callable[[Path], bo
         raise BadInput(f"gradsync plan: {option} {path} cannot be written: name a file in a folder that exists")
     if other:
         raise BadInput(f"gradsync plan: {option} {path} is something else already: name another file, or remove it")
-
-
-def _said(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """A type for `add_argument` whose own sentence reaches the user."""
-
-    def parse_argument(text: str) -> T:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return parse_argument
-
-
-def _console() -> Console:
-    plain = Console(highlight=False)
-    # Into a file or pipe there is no width to fit: wide enough that no cell wraps.
-    return plain if plain.is_terminal else Console(highlight=False, width=120)

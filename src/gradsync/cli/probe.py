@@ -8,9 +8,9 @@ import os
 from pathlib import Path
 
 import torch.distributed as dist
-from rich.console import Console
 
 from gradsync.cli.arguments import BadInput, Parser, whole_number
+from gradsync.cli.consoles import wide_console
 from gradsync.cli.planning.wording import printable
 from gradsync.cli.probing.starting import probe_alone, probe_as_rank
 from gradsync.cli.probing.telling import FOOTNOTE, as_json, sentences, tables
@@ -117,9 +117,7 @@ def _save(cluster: Cluster, path: Path) -> None:
 
 
 def _show(findings: Findings, options: argparse.Namespace) -> None:
-    plain = Console(highlight=False)
-    # Into a file or pipe there is no width to fit: wide enough that no cell wraps.
-    console = plain if plain.is_terminal else Console(highlight=False, width=120)
+    console = wide_console()
     if options.json:
         console.out(json.dumps(as_json(findings, options.out), indent=1))
         return
@@ -128,4 +126,4 @@ def _show(findings: Findings, options: argparse.Namespace) -> None:
     console.print(FOOTNOTE, style="dim")
     console.print()
     for sentence in sentences(findings, options.out):
-        console.print(f"• {sentence}", soft_wrap=not plain.is_terminal, markup=False)
+        console.print(f"• {sentence}", soft_wrap=not console.is_terminal, markup=False)
