@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from small_plans import cluster_of, profile_of
 
 import gradsync as gs
 from gradsync.devices import Device
@@ -14,7 +15,6 @@ from gradsync.links import Link
 from gradsync.plan import Plan
 from gradsync.planner.collective import Collectives
 from gradsync.planner.predicting import lay_out, memory_nbytes, predict, quality
-from planner.samples import cluster_of, profile_of
 
 PLANS = [
     Plan(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from small_plans import cluster_of, profile_of
 
 import gradsync as gs
 from gradsync.devices import Device
@@ -11,7 +12,6 @@ from gradsync.plan import Plan
 from gradsync.planner.candidates import candidates
 from gradsync.planner.collective import Collectives
 from gradsync.planner.recommending import recommend
-from planner.samples import cluster_of, profile_of
 
 
 def test_a_fast_link_needs_nothing() -> None:
