@@ -65,7 +65,7 @@ class Link:
         """Bytes per second in a message of this size; between two points of the curve, seconds rise by the byte.
 
         >>> round(Link(0.0, 100e6, curve=((1e3, 10e6), (1e5, 50e6))).bandwidth_at(5e4))
-        47938144
+        48058252
         """
         if not self.curve or nbytes >= self.curve[-1][0]:
             return self.bandwidth
