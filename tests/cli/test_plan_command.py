@@ -339,7 +339,7 @@ def test_every_json_field_is_documented() -> None:
         (["--gpus", "8", "--params", "1e7", "--sweep", "gpus=8..64"], "needs a network between hosts"),
         (["--gpus", "8", "--params", "1e7", "--network", "1g", "--sweep", "gpus=8..12"], "does not fill hosts of 8"),
         (["--gpus", "8", "--params", "1e7", "--sweep", "gpus=8..1e12"], "from 1 to 1,000,000 GPUs, got 1000000000000"),
-        (["--gpus", "8", "--params", "1e15"], "at most 100,000,000,000,000 parameters"),
+        (["--gpus", "8", "--params", "1e15"], "at most 1,000,000,000,000 parameters"),
         (["--gpus", "8", "--params", "1e9", "--html", "/nowhere/page.html"], "cannot be written"),
         (["--gpus", "8", "--params", "1e7", "--html", "/dev/full"], "No space left"),
         (["--gpus", "8", "--params", "1e7", "--out", "/dev/full"], "No space left"),

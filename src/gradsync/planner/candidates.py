@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate as running_sums
 from typing import Literal
 
 from gradsync.compress.across import across_hosts
@@ -30,23 +31,24 @@ def candidates(profile: ModelProfile, collectives: Collectives, allow: Allow) ->
     """What to price, each once; the default first."""
     if allow not in ALLOWS:
         raise ValueError(f"allow must be one of {', '.join(map(repr, ALLOWS))}, got {allow!r}")
-    plans = [Plan(), *_exact(profile, collectives)]
+    sizes = _buckets(profile)
+    plans = [Plan(), *_exact(profile, collectives, sizes)]
     for compress in _compressors(profile, collectives, allow):
         plans.append(Plan(compress=compress))
-        plans += [Plan(compress=compress, bucket_bytes=size) for size in _buckets(profile)]
+        plans += [Plan(compress=compress, bucket_bytes=size) for size in sizes]
     if allow == "all" and collectives.size > 1:
         plans += _paces(profile)
     return list(dict.fromkeys(plans))
 
 
-def _exact(profile: ModelProfile, collectives: Collectives) -> Iterator[Plan]:
+def _exact(profile: ModelProfile, collectives: Collectives, sizes: list[int]) -> Iterator[Plan]:
     yield Plan(overlap="none")
     if collectives.size == 1:
         return
     for algorithm in collectives.candidates():
         if algorithm != collectives.resolve(None, profile.nbytes):  # the default's own
             yield Plan(algorithm=algorithm)
-    for size in _buckets(profile):
+    for size in sizes:
         yield Plan(bucket_bytes=size)
 
 
@@ -81,5 +83,13 @@ def _shrinks(compress: Compressor, profile: ModelProfile) -> bool:
 
 
 def _buckets(profile: ModelProfile) -> list[int]:
-    usual = default_limit(profile.nbytes)
-    return [size for size in _BUCKETS if size < profile.nbytes and size != usual]
+    """Sizes that would change something: at least as large as most gradients, which travel alone otherwise."""
+    usual, least = default_limit(profile.nbytes), _typical_nbytes(profile)
+    return [size for size in _BUCKETS if least <= size < profile.nbytes and size != usual]
+
+
+def _typical_nbytes(profile: ModelProfile) -> int:
+    """Half of all bytes are in gradients of at most this size."""
+    sizes = sorted(gradient.nbytes for gradient in profile.gradients)
+    half, sums = sum(sizes) / 2, running_sums(sizes)
+    return next(size for size, passed in zip(sizes, sums, strict=True) if passed >= half)

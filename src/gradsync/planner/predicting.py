@@ -92,13 +92,15 @@ def lay_out(profile: ModelProfile, plan: Plan, collectives: Collectives) -> list
         return EXACT if chosen.across and collectives.num_hosts == 1 else chosen
 
     gradients = profile.gradients
-    kinds = [(gradient.dtype, choose(gradient)) for gradient in gradients]
+    choices: dict[Choice, int] = {}  # numbered: comparing numbers is quick
+    kinds = [(gradient.dtype, choices.setdefault(choose(gradient), len(choices))) for gradient in gradients]
+    known = list(choices)
     nbytes = [gradient.nbytes for gradient in gradients]
     packed = pack(zip(kinds, nbytes, strict=True), plan.bucket_bytes or default_limit(sum(nbytes)))
     buckets = []
     for index, (numbers, (_, choice)) in enumerate(packed):
         members = [gradients[number] for number in numbers]
-        stages = journey(choice, [member.param for member in members], collectives, plan.algorithm)
+        stages = journey(known[choice], [member.param for member in members], collectives, plan.algorithm)
         buckets.append(Bucket(f"bucket {index}", max(member.ready_s for member in members), stages))
     return _merged(buckets)
 

@@ -21,7 +21,7 @@ from gradsync.planner.profile import ModelProfile
 T = TypeVar("T")
 
 _PARTS = ("gpus", "per_host", "link", "network", "nics", "device", "backend")
-_MOST_PARAMS = 10**14  # more than anybody trains
+_MOST_PARAMS = 10**12  # more than anybody trains as replicas that each hold the whole model
 _DESCRIPTION = ("params", "arch", "dtype", "tokens", "mfu", "flops")
 
 
