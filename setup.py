@@ -21,6 +21,9 @@ setup(
             extra_compile_args=["-std=gnu11", "-O3", "-ffp-contract=off", "-pthread"],
             extra_link_args=["-pthread"],
             optional=True,
+            py_limited_api=True,
         )
-    ]
+    ],
+    # One wheel for every Python from 3.11 on: the library does not know Python at all.
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

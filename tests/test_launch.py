@@ -52,6 +52,13 @@ STEP = {
     "SLURM_STEP_NODELIST": "node[07-08]",
 }
 BATCH = {"SLURM_JOB_ID": "71", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_NODELIST": "node[01-02]"}
+BATCH_OF_NODES = {
+    "SLURM_JOB_ID": "71",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_NTASKS_PER_NODE": "4",
+    "SLURM_TASKS_PER_NODE": "4(x2)",
+    "SLURM_PROCID": "0",
+}
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "1",
     "OMPI_COMM_WORLD_SIZE": "2",
@@ -103,6 +110,21 @@ def port() -> Iterator[int]:
         (STEP | {"SLURM_STEP_NODELIST": "node07"}, "SLURM", 3, 4, 1, "127.0.0.1"),
         (STEP | {"MASTER_ADDR": "head"}, "SLURM", 3, 4, 1, "head"),
         (STEP | {"WORLD_SIZE": "4"}, "SLURM", 3, 4, 1, "node07"),
+        # Where srun was typed: at times a login node, and never a promise about rank 0.
+        (
+            STEP | {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9", "SLURM_SRUN_COMM_HOST": "10.0.0.9"},
+            "SLURM",
+            3,
+            4,
+            1,
+            "node07",
+        ),
+        # srun's --ntasks-per-node and the job's are no business of a step's task.
+        (STEP | {"SLURM_NTASKS_PER_NODE": "1", "SLURM_JOB_NUM_NODES": "9"}, "SLURM", 3, 4, 1, "node07"),
+        # One step of two components on hosts of two kinds: the job's numbers are those of one component.
+        (STEP | {"SLURM_HET_SIZE": "2", "SLURM_STEP_NODELIST": "gpu-a[3,7],cpu01"}, "SLURM", 3, 4, 1, "gpu-a3"),
+        # srun --mpi=pmix.
+        (STEP | {"PMIX_RANK": "3", "PMIX_NAMESPACE": "slurm.pmix.71.0"}, "SLURM", 3, 4, 1, "node07"),
         (OPEN_MPI, "Open MPI", 1, 2, 1, "127.0.0.1"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "MASTER_ADDR": "n0"}, "Open MPI", 1, 2, 1, "n0"),
         (PMI, "PMI", 1, 2, 1, "127.0.0.1"),
@@ -135,7 +157,12 @@ def test_environment_names_the_task(
         {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
         {"PMI_RANK": "0", "PMI_SIZE": "1"},
         STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+        # `srun --pty bash`, and the shell of an salloc that makes it an interactive step of its own.
+        STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290"},
         BATCH | {"SLURM_NTASKS": "1"},
+        BATCH_OF_NODES | {"SLURM_NTASKS_PER_NODE": "1", "SLURM_JOB_NUM_NODES": "1"},
+        # No tasks were asked for: this is a count of cores.
+        {"SLURM_PROCID": "0", "SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "48"},
         {k: v for k, v in BATCH.items() if k != "SLURM_PROCID"},
     ],
 )
@@ -159,7 +186,9 @@ def test_one_task_is_alone(env: dict[str, str]) -> None:
         ({k: v for k, v in STEP.items() if k != "SLURM_PROCID"}, "SLURM_PROCID must be a whole number"),
         (STEP | {"SLURM_STEP_NODELIST": "node[7"}, "SLURM_STEP_NODELIST cannot be read"),
         (STEP | {"SLURM_STEP_NODELIST": "", "SLURM_JOB_NODELIST": ""}, "SLURM_STEP_NODELIST is not set"),
-        (BATCH, "announced 8 tasks .* start with `srun python"),
+        (BATCH, r"announced 8 tasks \(SLURM_NTASKS\).* start with `srun python"),
+        (BATCH_OF_NODES, r"announced 8 tasks \(SLURM_JOB_NUM_NODES times SLURM_NTASKS_PER_NODE\)"),
+        ({"SLURM_PROCID": "0", "SLURM_JOB_NUM_NODES": "2"}, r"announced 2 tasks \(SLURM_JOB_NUM_NODES\)"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "1 of them on this host.*mpirun -x MASTER_ADDR"),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "unknown number of them.*mpiexec -genv MASTER_ADDR"),
         ({"PMI_RANK": "1", "PMI_SIZE": "2", "MASTER_ADDR": "n0"}, "MASTER_PORT is not set"),
@@ -403,6 +432,12 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], error: type[Except
     assert not dist.is_initialized()
 
 
+def test_our_own_backend_has_to_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradsync.launch.backend.available_backends", lambda: ["gloo"])  # another test may have done so
+    with pytest.raises(ValueError, match=r"'cpu:gradsync' is not registered .* import gradsync\.backend first"):
+        init(backend="cpu:gradsync")
+
+
 def test_host_is_declared() -> None:
     init(host="rack-3")
     assert host_identity() == "declared:rack-3"
@@ -499,6 +534,7 @@ for _ in range(2):
     os.write(1, f"rank {dist.get_rank()} of {dist.get_world_size()} has {tensor[0]:g}\\n".encode())
     dist.destroy_process_group()
     init(timeout=float(sys.argv[1]))
+dist.barrier()  # nobody may close its connections before everybody has them
 dist.destroy_process_group()
 """
 

@@ -260,7 +260,7 @@ def test_the_others_go_with_any_algorithm_and_compressor(pace: paces.Pace) -> No
     assert plan.canonical()["pace"] == paces.canonical(pace)
 
 
-@pytest.mark.parametrize("pace", [4, "gossip", gs.gossip, gs.nesterov(), None], ids=repr)
+@pytest.mark.parametrize("pace", [4, "gossip", gs.gossip, gs.nesterov(), None], ids=lambda value: type(value).__name__)
 def test_what_is_no_pace_is_refused_by_name(pace: Any) -> None:
     with pytest.raises(TypeError) as caught:
         gs.Plan(pace=pace)

@@ -48,6 +48,25 @@ def test_another_answer_to_nan_is_refused(policy: Any) -> None:
     assert str(caught.value) == f'Guard: nonfinite must be "allow", "skip" or "raise", got {policy!r}'
 
 
+@pytest.mark.parametrize("policy", ["off", "warn", "repair", "raise"])
+def test_a_guard_knows_four_answers_to_drift(policy: Any) -> None:
+    assert gs.Guard(drift=policy).drift == policy
+
+
+@pytest.mark.parametrize("policy", ["ignore", None, True, ["warn"]])
+def test_another_answer_to_drift_is_refused(policy: Any) -> None:
+    with pytest.raises(ValueError) as caught:
+        gs.Guard(drift=policy)
+    assert str(caught.value) == f'Guard: drift must be "off", "warn", "repair" or "raise", got {policy!r}'
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "10", None])
+def test_a_number_of_skips_that_is_not_positive_and_whole_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError) as caught:
+        gs.Guard(max_skips=value)
+    assert str(caught.value) == f"Guard: max_skips must be a whole number of steps from 1 on, got {value!r}"
+
+
 def test_a_guard_cannot_be_changed_and_compares_by_value() -> None:
     assert gs.Guard() == gs.Guard()
     assert gs.Guard() != gs.Guard(dead_after=11)

@@ -8,6 +8,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterator
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from gradsync.ranks import RankFailed, RankPool
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
+def ranks(warm: ForkServerContext) -> Iterator[RankPool]:
     """A pool of our own: the tests here fail on purpose. Those that lose processes come last."""
-    with RankPool(3) as pool:
+    with RankPool(3, context=warm) as pool:
         yield pool
 
 
@@ -166,8 +167,16 @@ def test_a_failing_rank_shows_every_ranks_traceback(ranks: RankPool) -> None:
     assert "in add_up" in said, "the rank that waited for it fails by itself and says where"
 
 
-def test_ranks_that_end_are_named_with_how_and_a_pool_works_again_after_a_failure(ranks: RankPool) -> None:
-    first, second, third = ranks.outcomes(leave_each_in_its_way)
+def test_a_pool_works_again_after_a_failure(ranks: RankPool) -> None:
+    with pytest.raises(RankFailed, match="rank 0 has lost its key"):
+        ranks.run(fail, 0)
+    assert ranks.run(add_up) == [6.0] * 3
+
+
+@pytest.mark.parametrize("start", ["forkserver", "spawn"])
+def test_ranks_that_end_are_named_with_how(start: str, warm: ForkServerContext) -> None:
+    with RankPool(3, context=warm if start == "forkserver" else None) as pool:
+        first, second, third = pool.outcomes(leave_each_in_its_way, timeout=100)  # three fresh imports of torch
     assert (first.ok, first.value, first.text) == (True, "stayed", "returned")
     assert (second.ok, second.text) == (False, "the process exited with code 3")
     assert (third.ok, third.text) == (False, "the process was killed by SIGKILL")
@@ -176,13 +185,10 @@ def test_ranks_that_end_are_named_with_how_and_a_pool_works_again_after_a_failur
 # spawn
 
 
-def folders() -> set[str]:
-    return {path.name for path in Path(tempfile.gettempdir()).glob("gradsync-ranks-*")}
-
-
-def test_spawn_returns_values_and_leaves_nothing_behind() -> None:
-    children, threads, before = set(multiprocessing.active_children()), threading.enumerate(), folders()
+def test_spawn_returns_values_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    children, threads = set(multiprocessing.active_children()), threading.enumerate()
     assert gs.spawn(adopt, 1) == [1]
     assert set(multiprocessing.active_children()) <= children
     assert threading.enumerate() == threads
-    assert folders() <= before
+    assert list(tmp_path.iterdir()) == []

@@ -21,9 +21,9 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import arms  # noqa: E402
-import report  # noqa: E402
 
 import bench_harness  # noqa: E402
+import report  # noqa: E402
 
 NUM_MATRICES = {"cuda": 106, "cpu": 5}
 HEAD_START_CYCLES = 2_000_000  # a millisecond

@@ -40,6 +40,7 @@ from gradsync.errors import (
 )
 from gradsync.exchange.single import all_reduce, shared_empty
 from gradsync.integrations.ddp import ddp_hook
+from gradsync.integrations.observing import observe
 from gradsync.launch import init
 from gradsync.links import Cluster, Link
 from gradsync.paces import accumulate, async_sgd, delayed, diloco, every_step, gossip, local_sgd, nesterov
@@ -90,6 +91,7 @@ __all__ = [
     "local_sgd",
     "native",
     "nesterov",
+    "observe",
     "powersgd",
     "profile",
     "randomk",

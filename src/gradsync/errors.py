@@ -42,6 +42,10 @@ class PeerFault(GradSyncError):
         super().__init__(message)
         self.ranks = tuple(ranks)
 
+    def __reduce__(self) -> tuple[type[PeerFault], tuple[str, tuple[int, ...]]]:
+        """With its ranks: process pools and frameworks hand errors from process to process."""
+        return type(self), (str(self), self.ranks)
+
 
 class PeerLost(PeerFault):
     """A rank died, or gave no sign of life for `Guard.dead_after` seconds."""

@@ -4,8 +4,9 @@ A `RankPool` starts its processes once and hands them function after function; `
 once. Each function runs with a gloo group on loopback already made, over a file store of its own, so no
 port is guessed and two pools never meet.
 
-Processes are started fresh ("spawn"), never forked: a fork of a process whose OpenMP pool has run
-deadlocks in its first parallel operation. So `fn` must be importable by name.
+Processes are started fresh ("spawn"), never forked from this one: a fork of a process whose OpenMP pool has run
+deadlocks in its first parallel operation. So `fn` must be importable by name. Who starts many, as tests do, may give a
+pool the context of a fork server that has imported torch and never computed: a rank then starts in a moment.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from pickle import PicklingError
 from types import TracebackType
@@ -52,14 +55,18 @@ class Outcome(NamedTuple):
 class RankPool:
     """A set of processes, started once, that run functions as ranks of a fresh group.
 
-    Use it as a context manager; after a failure the processes of that run are replaced.
+    Use it as a context manager; after a failure the processes of that run are replaced. `context` says how processes
+    start: each on its own, unless told otherwise. Those of a fork server have its environment, not this process's.
     """
 
-    def __init__(self, ranks: int, threads: int | None = None) -> None:
+    def __init__(
+        self, ranks: int, threads: int | None = None, context: SpawnContext | ForkServerContext | None = None
+    ) -> None:
         if ranks < 1:
             raise ValueError(f"a pool needs at least 1 rank, got {ranks}")
         self.ranks = ranks
         self._threads = threads
+        self._context = context or multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="gradsync-ranks-")
         self._workers: list[_Worker | None] = [None] * ranks
         self._runs = 0
@@ -118,7 +125,7 @@ class RankPool:
             worker.kill()
             worker = None
         if worker is None:
-            worker = self._workers[rank] = _Worker(rank, self._folder.name)
+            worker = self._workers[rank] = _Worker(rank, self._folder.name, self._context)
         return worker
 
     def _collect(self, workers: list[_Worker], timeout: float) -> list[Outcome]:
@@ -167,8 +174,7 @@ def spawn(fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60) -
 class _Worker:
     """The parent's end of one process."""
 
-    def __init__(self, rank: int, folder: str) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, rank: int, folder: str, context: SpawnContext | ForkServerContext) -> None:
         self._connection, theirs = context.Pipe()
         self._stacks = Path(folder) / f"stacks-{rank}-{time.monotonic_ns()}"
         self._process = context.Process(target=_serve, args=(theirs, str(self._stacks)), name=f"gradsync-rank-{rank}")
@@ -210,7 +216,8 @@ class _Worker:
 
     def stacks(self) -> str:
         """Every thread's Python stack, written by the process itself on SIGUSR1."""
-        os.kill(self.pid, signal.SIGUSR1)
+        with suppress(ProcessLookupError):  # a fork server has seen it end before we could
+            os.kill(self.pid, signal.SIGUSR1)
         deadline = time.monotonic() + 2
         while time.monotonic() < deadline:
             if self._stacks.exists() and self._stacks.stat().st_size > 0:
@@ -234,8 +241,10 @@ class _Worker:
 def _interrupts_held() -> Iterator[None]:
     """Ctrl-C reaches every process of a terminal; a rank that is born with it blocked does not answer it.
 
-    Blocked, not ignored: one that comes just now is delivered to this process afterwards, not lost.
+    Blocked, not ignored: one that comes just now is delivered to this process afterwards, not lost. The resource
+    tracker, which the first process would start, unblocks it again: so it is started before.
     """
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

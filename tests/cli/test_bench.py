@@ -14,6 +14,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from gradsync.cli import bench
-from gradsync.cli.contest import machine
+from gradsync.cli.contest import machine, starting
 from gradsync.cli.contest.arms import ARMS, Arm, line_up, parse_arms
 from gradsync.cli.contest.clock import clock
 from gradsync.cli.contest.gate import open_gate
@@ -37,6 +38,7 @@ from gradsync.cli.contest.truth import Truth
 from gradsync.cli.contest.worker import RESULTS, compete, measure
 from gradsync.cli.entry import main
 from gradsync.errors import GradSyncError
+from gradsync.ranks import RankPool
 
 Run = Callable[..., list[Any]]
 
@@ -330,7 +332,10 @@ def check(report: Any, arms: list[str], cells: int) -> None:
         assert 0 < cell["low_s"] <= cell["time_s"] <= cell["high_s"]
 
 
-def test_a_bench_of_own_ranks(capsys: pytest.CaptureFixture[str], temporary: Path) -> None:
+def test_a_bench_of_own_ranks(
+    capsys: pytest.CaptureFixture[str], temporary: Path, monkeypatch: pytest.MonkeyPatch, warm: ForkServerContext
+) -> None:
+    monkeypatch.setattr(starting, "RankPool", partial(RankPool, context=warm))
     picture = temporary / "bench.svg"
     arguments = ["--no-mpi", "--algorithms", "native", "--sizes", "1K,300K", "--cache", "both", "--busy"]
     report = run_tiny(capsys, *arguments, "--plot", str(picture))

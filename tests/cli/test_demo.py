@@ -21,6 +21,8 @@ from gradsync.cli.story.arms import ALONE, ARMS, DDP, GRADSYNC, ONE
 from gradsync.cli.story.death import Death, Fate
 from gradsync.cli.story.model import Shape, build, loss_of
 from gradsync.cli.story.result import ArmResult, Comparison, Result, Spread
+from gradsync.cli.story.slow import RankTimes, Slowness
+from gradsync.cli.story.slow_telling import sentences as slow_sentences
 from gradsync.cli.story.telling import sentences
 from gradsync.cli.story.text import VOCABULARY, draw, read_library
 from gradsync.cli.story.weights import Gap, gap
@@ -38,7 +40,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run_tiny(capsys: pytest.CaptureFixture[str], **options: Any) -> Any:
     """The command on a model of a few thousand parameters; its JSON."""
-    usual = {"ranks": 2, "steps": None, "kill": None, "slow_link": None, "json": True, "shape": TINY}
+    usual = {"ranks": 2, "steps": None, "kill": None, "slow": None, "slow_link": None, "json": True, "shape": TINY}
     assert demo.run(argparse.Namespace(**usual | options)) == 0
     return json.loads(capsys.readouterr().out)
 
@@ -57,6 +59,8 @@ def run_tiny(capsys: pytest.CaptureFixture[str], **options: Any) -> Any:
         (["demo", "--steps", "1.5"], "gradsync demo: argument --steps: needs a whole number from 6 to 100000"),
         (["demo", "--kill", "-1"], "gradsync demo: argument --kill: needs a whole number from 0 to 15, got '-1'"),
         (["demo", "--kill", "2"], "gradsync demo: --kill 2 names no rank: with --ranks 2 they are 0 to 1"),
+        (["demo", "--slow", "2"], "gradsync demo: --slow 2 names no rank: with --ranks 2 they are 0 to 1"),
+        (["demo", "--slow", "1", "--kill", "1"], "gradsync demo: --slow is a story of its own: leave out --kill and"),
         (["demo", "--speed"], "gradsync: unrecognized arguments: --speed"),
     ],
 )
@@ -161,6 +165,22 @@ def test_a_survivor_that_says_nothing_is_counted_as_such() -> None:
     assert told == "not every survivor knew after 40.00 s; 1 of 2 say that it was rank 1"
 
 
+def slowness(blame: list[str]) -> Slowness:
+    phases = {"input": 1.0, "forward": 8.0, "backward": 16.0, "optimizer": 2.0}
+    ranks = [RankTimes(0, 60.0, 30.0, phases), RankTimes(1, 60.5, 0.5, phases | {"input": 31.0})]
+    return Slowness(1, 30.0, 50, ranks, "sync costs 50 % of the step", blame)
+
+
+def test_words_on_a_slow_rank_are_the_reports() -> None:
+    by_stopwatch, *said = slow_sentences(slowness(["rank 1 is late"]))
+    assert "60.0 ms on the fastest rank and 60.5 ms on the slowest" in by_stopwatch
+    assert said == ["gradsync report: sync costs 50 % of the step", "gradsync report: rank 1 is late"]
+
+
+def test_a_report_that_blames_nobody_is_not_hidden() -> None:
+    assert slow_sentences(slowness([]))[-1].startswith("The report blames nobody, though rank 1 was slowed")
+
+
 # --- real runs ---
 
 
@@ -191,6 +211,17 @@ def test_a_killed_rank_is_named_by_gradsync(capsys: pytest.CaptureFixture[str], 
     assert fate["names_killed_rank"]
     assert fate["seconds"] >= 0
     assert deaths[DDP]["fates"][0]["rank"] == 0
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_slowed_rank_is_blamed_for_its_input(capsys: pytest.CaptureFixture[str], temporary: Path) -> None:
+    story = run_tiny(capsys, slow=1, steps=30)
+    assert [rank["rank"] for rank in story["ranks"]] == [0, 1]
+    assert story["ranks"][1]["phases_ms"]["input"] >= story["slowed_ms"]  # a sleep lasts at least so long
+    [blame] = story["blame"]
+    assert blame.startswith("rank 1 (host ")
+    assert "in its input pipeline" in blame
+    assert story["verdict"]
     assert list(temporary.iterdir()) == []
 
 

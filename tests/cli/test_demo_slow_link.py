@@ -12,6 +12,8 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
+from functools import partial
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,7 @@ from gradsync.cli.slow_link.telling import sentences
 from gradsync.cli.slow_link.wiring import NoLink, Shaper, try_out
 from gradsync.cli.story.arms import ALONE, DDP, GRADSYNC
 from gradsync.cli.story.model import Shape
+from gradsync.ranks import RankPool
 
 SMALL = Shape(layers=2, width=64, heads=2, context=16, batch=2)
 RATE = "100mbit"
@@ -203,9 +206,12 @@ def test_who_learned_less_is_named() -> None:
 
 
 @pytest.mark.usefixtures("may_link")
-def test_gradients_go_over_the_link(capsys: pytest.CaptureFixture[str], temporary: Path) -> None:
+def test_gradients_go_over_the_link(
+    capsys: pytest.CaptureFixture[str], temporary: Path, monkeypatch: pytest.MonkeyPatch, warm: ForkServerContext
+) -> None:
+    monkeypatch.setattr(demo, "RankPool", partial(RankPool, context=warm))
     before = _links()
-    options = {"ranks": 2, "kill": None, "slow_link": RATE, "steps": 6, "json": True, "shape": SMALL}
+    options = {"ranks": 2, "kill": None, "slow": None, "slow_link": RATE, "steps": 6, "json": True, "shape": SMALL}
     assert demo.run(argparse.Namespace(**options)) == 0
     told = json.loads(capsys.readouterr().out)
     assert list(told) == ["command", "rate", "threads_per_rank", "steps", "num_parameters", "arms"]

@@ -26,6 +26,8 @@ from gradsync.planner.catalogue import cluster
 from gradsync.planner.predicting import predict
 from gradsync.planner.profile import Gradient, ModelProfile
 from gradsync.planner.snippet import as_python, in_words
+from gradsync.trace.lines import Run as TraceRun
+from gradsync.trace.notation import to_json
 
 Capture = pytest.CaptureFixture[str]
 
@@ -408,8 +410,9 @@ def save_run(folder: Path, plan: gs.Plan, rows: list[dict[str, Any]]) -> None:
     tiny_profile().save(folder / "profile.toml")
     plan.save(folder / "plan.toml")
     for rank in range(2):
-        lines = [{"format": 1, "rank": rank}, *rows]
-        (folder / f"rank-{rank}.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+        header = to_json(TraceRun(rank, 2, "a", 1, 0.0, 0.0, "gradsync", "cpu", None, []))
+        steps = [json.dumps({"kind": "step", "at": 0.0, "phases": []} | row) for row in rows]
+        (folder / f"rank-{rank}.jsonl").write_text("\n".join([header, *steps]) + "\n")
 
 
 def test_a_check_finds_the_link_that_was_slower(tmp_path: Path, capsys: Capture) -> None:
@@ -454,14 +457,13 @@ def test_a_batch_that_nobody_counted_is_told_as_a_factor() -> None:
     ("rows", "sentence"),
     [
         ([], "at least 3 are needed"),
-        ([{"step": 1, "step_s": "long", "exposed_s": 0.1}] * 4, "needs step_s and exposed_s"),
-        ([{"step": 1}] * 4, "needs step_s and exposed_s"),
-        ([{"step": 1, "step_s": 10**400, "exposed_s": 0.0}] * 4, "rank-0.jsonl: line 2 needs step_s"),
-        ([{"step": 1, "step_s": 0.1, "exposed_s": 0.2}] * 4, "rank-0.jsonl: line 2 waits longer"),
+        ([{"step": 1, "step_s": "long", "exposed_s": 0.1}] * 4, "rank-0.jsonl holds 0 steps"),
+        ([{"step": 1}] * 4, "rank-0.jsonl holds 0 steps"),
+        ([{"step": 1, "step_s": 10**400, "exposed_s": 0.0}] * 4, "rank-0.jsonl holds 0 steps"),
         ([{"step": 1, "step_s": 0.0, "exposed_s": 0.0}] * 4, "took 0 s"),
     ],
 )
-def test_a_check_of_a_bad_file_says_which_line(
+def test_a_check_of_a_file_without_steps_says_which(
     tmp_path: Path, capsys: Capture, rows: list[dict[str, Any]], sentence: str
 ) -> None:
     save_run(tmp_path, gs.Plan(), rows)
@@ -480,13 +482,13 @@ def test_a_check_of_a_step_that_computes_nothing_is_refused(tmp_path: Path, caps
 def test_a_check_of_a_binary_file_names_it(tmp_path: Path, capsys: Capture) -> None:
     save_run(tmp_path, gs.Plan(), [{"step": 1, "step_s": 0.4, "exposed_s": 0.1}] * 5)
     (tmp_path / "rank-1.jsonl").write_bytes(b"\x80\xff\x00" * 9)
-    assert "rank-1.jsonl is no file of steps: it is not text" in refusal(capsys, "--check", str(tmp_path))
+    assert "holds no rank-1.jsonl of 2 ranks, or no trace in it" in refusal(capsys, "--check", str(tmp_path))
 
 
 def test_a_check_without_a_rank_says_which(tmp_path: Path, capsys: Capture) -> None:
     save_run(tmp_path, gs.Plan(), [{"step": 1, "step_s": 0.4, "exposed_s": 0.1}] * 5)
     path = tmp_path / "rank-0.jsonl"
-    path.write_text(path.read_text().replace('"rank": 0', '"rank": 0, "world_size": 3'))
+    path.write_text(path.read_text().replace('"world_size":2', '"world_size":3'))
     assert "holds no rank-2.jsonl of 3 ranks" in refusal(capsys, "--check", str(tmp_path))
 
 
@@ -506,13 +508,13 @@ def test_a_check_compares_waiting_with_waiting(tmp_path: Path, capsys: Capture) 
 def test_a_check_of_something_else_says_what_is_missing(tmp_path: Path, capsys: Capture) -> None:
     assert "plan.toml cannot be read" in refusal(capsys, "--check", str(tmp_path))
     gs.Plan().save(tmp_path / "plan.toml")
-    assert "holds no rank-0.jsonl" in refusal(capsys, "--check", str(tmp_path))
+    assert "holds no trace" in refusal(capsys, "--check", str(tmp_path))
 
 
 def test_a_run_that_was_cut_off_can_be_checked(tmp_path: Path, capsys: Capture) -> None:
     save_run(tmp_path, gs.Plan(), [{"step": 1, "step_s": 0.1, "exposed_s": 0.05}] * 5)
     with (tmp_path / "rank-0.jsonl").open("a") as file:
-        file.write('{"step": 6, "ste')
+        file.write('{"kind": "step", "step": 6, "ste')
     assert json.loads(say(capsys, "--check", str(tmp_path), "--json"))["check"]["steps"] == 5
 
 

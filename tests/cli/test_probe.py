@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+from functools import partial
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import pytest
 
 from gradsync.cli.entry import main
+from gradsync.cli.probing import starting
 from gradsync.cli.probing.telling import sentences, tables
 from gradsync.devices import CodecSpeed, Device
 from gradsync.links import Cluster, Link
 from gradsync.probe.findings import Findings
 from gradsync.probe.fitting import Fit, Sample, fit
+from gradsync.ranks import RankPool
 from netlab.fixture import MakeLab
 
 
-def test_two_ranks_of_this_machine_make_a_cluster_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_ranks_of_this_machine_make_a_cluster_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, warm: ForkServerContext
+) -> None:
+    monkeypatch.setattr(starting, "RankPool", partial(RankPool, context=warm))
     path = tmp_path / "cluster.toml"
     assert main(["probe", "--brief", "--json", "--out", str(path)]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import warnings
@@ -20,6 +19,7 @@ from gradsync.engine.announcing import choice, miss
 from gradsync.exchange.ways import Misfit
 from gradsync.planner.automatic import PROFILING
 from gradsync.planner.predicting import quality
+from gradsync.trace.reader import read_run
 
 Run = Callable[..., list[Any]]
 
@@ -291,11 +291,10 @@ def test_the_folder_holds_the_grounds_of_the_choice_and_the_steps_after_it(run: 
     assert gs.Cluster.load(tmp_path / "run" / "cluster.toml") == cluster()
     assert gs.ModelProfile.load(tmp_path / "run" / "profile.toml").source == "measured"
     for rank in (0, 1):
-        lines = (tmp_path / "run" / f"rank-{rank}.jsonl").read_text().splitlines()
-        header, *steps = map(json.loads, lines)
-        assert header == {"format": 1, "rank": rank, "world_size": 2, "predicted_step_s": 0.5}
-        assert [line["step"] for line in steps] == [4, 5, 6, 7, 8]  # the first one holds the switch itself
-        assert all(line.keys() == {"step", "step_s", "exposed_s"} for line in steps)
+        trace = read_run(tmp_path / "run").ranks[rank]
+        assert [(choice.step, choice.predicted_step_s) for choice in trace.choices] == [(3, 0.5)]
+        assert trace.choices[0].plan == gs.Plan(compress=gs.bf16()).canonical()
+        assert [line.step for line in trace.steps] == list(range(9))
 
 
 def check_unwritable(folder: str) -> None:
@@ -304,7 +303,8 @@ def check_unwritable(folder: str) -> None:
         warnings.simplefilter("always")
         run = Training(gs.auto(cluster=cluster(), steps=1, save=f"{folder}/file{dist.get_rank()}"))
         run.train(range(4))
-    assert ["stops writing, and training goes on" in str(each.message) for each in caught] == [True]
+    told = [str(each.message) for each in caught]
+    assert ["training goes on" in each for each in told] == [True] * (2 if dist.get_rank() == 0 else 1)
     assert run.sync.plan == BUCKETS
     run.sync.detach()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from yardstick import assert_replicas_equal
 
 import gradsync as gs
 from gradsync.compress.choice import Compressor
+from gradsync.ranks import RankPool
 
 # Other numbers of ranks
 
@@ -25,6 +26,19 @@ def save_local(plan: gs.Plan, folder: str) -> None:
     torch.save(run.sync.state_dict(), f"{folder}/{dist.get_rank()}.pt")
     dcp.save(run.sync.state_dict(), checkpoint_id=f"{folder}/dcp")
     run.sync.detach()
+
+
+@pytest.fixture(scope="module")
+def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
+    """`saved(ranks)`: the folder in which so many ranks have saved; each number trains once."""
+
+    @cache
+    def save(ranks: int) -> str:
+        folder = str(tmp_path_factory.mktemp(f"of-{ranks}-ranks"))
+        pool.run(save_local, RICH, folder, ranks=ranks)
+        return folder
+
+    return save
 
 
 def everything_in_dcp(folder: str) -> dict[str, torch.Tensor]:
@@ -58,11 +72,10 @@ def load_all(plan: gs.Plan, folder: str, bring: str) -> tuple[dict[str, torch.Te
 @pytest.mark.parametrize("bring", ["everywhere", "on rank 0", "by dcp"])
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (2, 1), (4, 2), (2, 2)])
 def test_another_number_of_ranks_owes_the_same(
-    before: int, after: int, bring: str, run: Callable[..., Any], tmp_path: Path
+    before: int, after: int, bring: str, run: Callable[..., Any], saved: Callable[[int], str]
 ) -> None:
-    run(save_local, RICH, str(tmp_path), ranks=before)
-    (loaded, found), *_ = run(load_all, RICH, str(tmp_path), bring, ranks=after)
-    owed, sums = residual_sums(union(str(tmp_path))), residual_sums(loaded)
+    (loaded, found), *_ = run(load_all, RICH, saved(before), bring, ranks=after)
+    owed, sums = residual_sums(union(saved(before))), residual_sums(loaded)
     assert owed.keys() == sums.keys()
     assert any(bool(tensor.any()) for tensor in owed.values())
     for name in owed:
@@ -85,15 +98,16 @@ def lose_a_file(plan: gs.Plan, folder: str) -> tuple[dict[str, torch.Tensor], li
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_lost_file_is_a_residual_of_zero_and_a_warning(ranks: int, run: Callable[..., Any], tmp_path: Path) -> None:
-    run(save_local, RICH, str(tmp_path), ranks=ranks)
-    outcomes = run(lose_a_file, RICH, str(tmp_path), ranks=ranks)
+def test_a_lost_file_is_a_residual_of_zero_and_a_warning(
+    ranks: int, run: Callable[..., Any], saved: Callable[[int], str]
+) -> None:
+    outcomes = run(lose_a_file, RICH, saved(ranks), ranks=ranks)
     for rank, (loaded, found) in enumerate(outcomes):
         assert [f"nobody brings the state of rank 1 of {ranks}" in each for each in found] == [True] * (rank == 0)
-        saved = union(str(tmp_path), str(rank))
-        for key in saved:
+        file = union(saved(ranks), str(rank))
+        for key in file:
             if rank != 1 or f"gradsync.rank{rank}." not in key:
-                assert torch.equal(loaded[key].nan_to_num(), saved[key].nan_to_num()), key
+                assert torch.equal(loaded[key].nan_to_num(), file[key].nan_to_num()), key
             elif ".residual." in key:
                 assert not loaded[key].any(), key
 

@@ -113,7 +113,7 @@ def test_a_guard_drops_the_step_on_every_rank_and_training_goes_on(
     for said in run(guard_against_it, list(EVERY), policy):
         assert len(said) == len(EVERY)
         for message in said:
-            assert f"rank 1 has NaN or Inf in the gradient of weights.second{consequence}" in message
+            assert f"rank 1 has NaN or Inf in the gradient of weights.second (1 element){consequence}" in message
 
 
 def weigh_nothing(names: list[str]) -> None:

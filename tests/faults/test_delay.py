@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 from nursery import Event, Scene
 
 Play = Callable[..., Scene]
@@ -13,30 +12,30 @@ Survivors = Callable[..., list[Event]]
 SOON = {"timeout": 3.0, "warn_after": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("point", "doing"),
-    [("in_forward", "computing"), ("after_bucket", "backward"), ("before_header", "synchronizing")],
-)
-def test_a_stalled_rank_is_named_with_what_it_does(play: Play, survivors: Survivors, point: str, doing: str) -> None:
-    scene = play(2, point, "stall", guard=SOON)
-    for rank, error in zip([0, 1, 3], survivors(scene, 2, "SyncTimeout"), strict=True):
-        assert f"rank 2 (pid {scene.pids[2]}) is alive but still {doing} in step 2" in error["text"]
-        warned = [event for event in scene.events(rank, "warned") if "has waited" in event["text"]]
-        assert len(warned) == 1
-        assert f"is alive but still {doing} in step 2" in warned[0]["text"]
-        assert warned[0]["at"] < error["at"]
+# Scenes that mostly wait for a bound go on at once.
 
 
-def test_a_rank_that_raised_and_went_no_further_is_named(play: Play, survivors: Survivors) -> None:
-    scene = play(1, "in_backward", "raise", guard=SOON, stall_after="Injected")
-    for error in survivors(scene, 1, "SyncTimeout"):
+def test_a_stalled_rank_is_named_with_what_it_does(play: Play, survivors: Survivors) -> None:
+    points = {"in_forward": "computing", "after_bucket": "backward", "before_header": "synchronizing"}
+    raised = play(1, "in_backward", "raise", guard=SOON, stall_after="Injected")
+    scenes = [play(2, point, "stall", guard=SOON) for point in points]
+    for scene, doing in zip(scenes, points.values(), strict=True):
+        for rank, error in zip([0, 1, 3], survivors(scene, 2, "SyncTimeout"), strict=True):
+            assert f"rank 2 (pid {scene.pids[2]}) is alive but still {doing} in step 2" in error["text"]
+            warned = [event for event in scene.events(rank, "warned") if "has waited" in event["text"]]
+            assert len(warned) == 1
+            assert f"is alive but still {doing} in step 2" in warned[0]["text"]
+            assert warned[0]["at"] < error["at"]
+    for error in survivors(raised, 1, "SyncTimeout"):  # it went no further
         assert "is alive but still backward in step 2" in error["text"]
 
 
-@pytest.mark.parametrize(("point", "how"), [("in_backward", "ended"), ("after_bucket", "failed")])
-def test_a_rank_that_raised_and_exited_is_named(play: Play, survivors: Survivors, point: str, how: str) -> None:
-    for error in survivors(play(1, point, "raise"), 1):
-        assert f"{how} in step 2" in error["text"]
+def test_a_rank_that_raised_and_exited_is_named(play: Play, survivors: Survivors) -> None:
+    points = {"in_backward": "ended", "after_bucket": "failed"}
+    scenes = [play(1, point, "raise") for point in points]
+    for scene, how in zip(scenes, points.values(), strict=True):
+        for error in survivors(scene, 1):
+            assert f"{how} in step 2" in error["text"]
 
 
 def test_ctrl_c_ends_a_wait_and_the_others_learn_of_it(play: Play, survivors: Survivors) -> None:

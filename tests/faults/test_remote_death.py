@@ -12,21 +12,22 @@ Survivors = Callable[..., list[Event]]
 
 
 @pytest.mark.parametrize(
-    ("victim", "point", "act", "tcp"),
+    "faults",
     [
-        (1, "in_forward", "kill", False),
-        (3, "after_bucket", "stop", False),
-        (2, "in_backward", "kill", True),
+        [(1, "in_forward", "kill", False), (3, "after_bucket", "stop", False), (2, "in_backward", "kill", True)],
         # Rank 0 keeps the store: with it every other rank's heartbeat is out of reach as well.
-        (0, "in_forward", "kill", True),
-        (0, "before_header", "stop", True),
+        [(0, "in_forward", "kill", True), (0, "before_header", "stop", True)],
     ],
+    ids=["another", "who keeps the store"],
 )
 def test_a_rank_of_another_host_is_named(
-    play: Play, survivors: Survivors, victim: int, point: str, act: str, tcp: bool
+    play: Play, survivors: Survivors, faults: list[tuple[int, str, str, bool]]
 ) -> None:
-    for error in survivors(play(victim, point, act, remote=True, tcp=tcp), victim):
-        assert f"rank {victim} gives no sign of life" in error["text"]
+    """Scenes at once, since silence is noticed only after a while."""
+    scenes = [play(victim, point, act, remote=True, tcp=tcp) for victim, point, act, tcp in faults]
+    for scene, (victim, *_) in zip(scenes, faults, strict=True):
+        for error in survivors(scene, victim):
+            assert f"rank {victim} gives no sign of life" in error["text"]
 
 
 def test_a_stalled_rank_of_another_host_is_late_not_lost(play: Play, survivors: Survivors) -> None:

@@ -27,7 +27,8 @@ def reduce(nursery: Nursery, tmp_path: Path) -> Iterator[Reduce]:
     def begin(rank: int, point: str, act: str, **arguments: Any) -> Scene:
         fault = {"rank": rank, "point": point, "act": act}
         guard = GUARD | arguments.pop("guard", {})
-        scenes.append(nursery.begin("plays:reduce", tmp_path / "scene", fault=fault, guard=guard, **arguments))
+        folder = tmp_path / f"scene-{len(scenes)}"
+        scenes.append(nursery.begin("plays:reduce", folder, fault=fault, guard=guard, **arguments))
         return scenes[-1]
 
     yield begin
@@ -58,16 +59,15 @@ def test_a_rank_that_is_killed_is_named_by_all_others(
         assert "The step cannot be completed" in error["text"]
 
 
-@pytest.mark.parametrize(
-    ("point", "victim", "shared", "numel"),
-    [("posted", 1, False, SMALL), ("adding", 0, True, LARGE), ("adding", 3, False, LARGE)],
-)
-def test_a_rank_that_is_stopped_is_lost_after_a_while(
-    reduce: Reduce, survivors: Survivors, point: str, victim: int, shared: bool, numel: int
-) -> None:
-    scene = reduce(victim, point, "stop", by="worker", shared=shared, numel=numel)
-    for error in survivors(scene, victim):
-        assert "gives no sign of life, last seen " in error["text"]
+def test_a_rank_that_is_stopped_is_lost_after_a_while(reduce: Reduce, survivors: Survivors) -> None:
+    scenes = {
+        1: reduce(1, "posted", "stop", by="worker", shared=False, numel=SMALL),
+        0: reduce(0, "adding", "stop", by="worker", shared=True, numel=LARGE),
+        3: reduce(3, "adding", "stop", by="worker", shared=False, numel=LARGE),
+    }
+    for victim, scene in scenes.items():
+        for error in survivors(scene, victim):
+            assert "gives no sign of life, last seen " in error["text"]
 
 
 def test_a_rank_that_never_comes_is_late(reduce: Reduce, survivors: Survivors) -> None:
@@ -78,15 +78,13 @@ def test_a_rank_that_never_comes_is_late(reduce: Reduce, survivors: Survivors) -
         assert "waited " in error["text"]
 
 
-@pytest.mark.parametrize(("by", "shared"), [("all_reduce", False), ("worker", True)])
-def test_ctrl_c_ends_a_wait_for_a_sum_and_the_others_learn_of_it(
-    reduce: Reduce, survivors: Survivors, by: str, shared: bool
-) -> None:
-    scene = reduce(1, "posted", "interrupt", by=by, shared=shared, numel=LARGE)
-    survivors(scene, 1)
-    [error] = scene.events(1, "raised")
-    assert error["kind"] == "KeyboardInterrupt"
-    assert scene.end()[1] == 0
+def test_ctrl_c_ends_a_wait_for_a_sum_and_the_others_learn_of_it(reduce: Reduce, survivors: Survivors) -> None:
+    ways = [("all_reduce", False), ("worker", True)]
+    for scene in [reduce(1, "posted", "interrupt", by=by, shared=shared, numel=LARGE) for by, shared in ways]:
+        survivors(scene, 1)
+        [error] = scene.events(1, "raised")
+        assert error["kind"] == "KeyboardInterrupt"
+        assert scene.end()[1] == 0
 
 
 def test_a_forked_child_that_keeps_the_memory_mapped_hides_nothing(reduce: Reduce, survivors: Survivors) -> None:

@@ -228,7 +228,7 @@ def speak(protocol: int) -> str:
 
 def test_another_protocol_is_said_before_anything_else(run: Any) -> None:
     sentence = (
-        "Disagreement: the gradsync protocol is 1 on ranks 0 and 2 but 99 on rank 1; "
+        "Disagreement: the gradsync protocol is 2 on ranks 0 and 2 but 99 on rank 1; "
         "install the same gradsync on every host"
     )
     assert run(speak, 99, ranks=3) == [sentence] * 3
@@ -361,6 +361,10 @@ REFUSALS: dict[str, tuple[Callable[[], Arguments], str]] = {
     "one name to ignore, not a list": (
         lambda: on_model(net(), ignore="last.weight"),
         "TypeError: ignore takes a list of names or tensors, got the string 'last.weight'",
+    ),
+    "one tensor to ignore, not a list": (
+        lambda: on_model(net(), ignore=torch.ones(2)),
+        "TypeError: ignore takes a list of names or tensors, got a tensor of shape [2]: put it into a list",
     ),
     "a number to ignore": (lambda: on_model(net(), ignore=[3]), "TypeError: ignore takes names or tensors, got 3"),
     "an expanded buffer": (

@@ -27,6 +27,10 @@ heads = st.builds(
     flags=st.integers(0, 2**32 - 1),
     digest=st.binary(min_size=8, max_size=8),
     call=int32,
+    num_nonfinite=int64,
+    order=st.integers(0, 2**64 - 1),
+    vitals=st.binary(min_size=8, max_size=8),
+    loss_scale=st.floats(allow_nan=False),
 )
 
 

@@ -7,11 +7,6 @@ because it is why our rounds are interleaved by the buckets' order alone: see `d
 
 from __future__ import annotations
 
-import contextlib
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,40 +18,19 @@ import torch_powersgd
 from ddp_training import assert_replicas_equal, wrap
 
 import gradsync as gs
+from gradsync.ranks import RankPool
 
 STEPS = 30
-PATIENCE_S = 12  # instead of an abort both ranks may wait for ever
+PATIENCE_S = 4  # instead of an abort both ranks may wait for ever; all steps together take half a second
 
 
-def test_torchs_own_powersgd_hook_breaks_with_two_buckets(tmp_path: Path) -> None:
-    texts = [tmp_path / f"rank-{rank}.txt" for rank in range(2)]
-    ranks = [_start(rank, tmp_path / "store", text) for rank, text in enumerate(texts)]
-    codes = _codes(ranks)
-    said = "\n".join(text.read_text() for text in texts)
-    if codes == [0, 0]:
+def test_torchs_own_powersgd_hook_breaks_with_two_buckets(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(torch.get_num_threads, ranks=2)  # the ranks are started: the bound below is for the steps alone
+    outcomes = pool.outcomes(torch_powersgd.train, tmp_path, STEPS, ranks=2, timeout=PATIENCE_S)
+    if all(outcome.ok for outcome in outcomes):
         pytest.skip(f"PyTorch {torch.__version__} came through {STEPS} steps of PowerSGD with several buckets on gloo")
-    assert "step 1\n" in said, f"it broke before its first compressed step:\n{said}"
-
-
-def _start(rank: int, store: Path, text: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, torch_powersgd.__file__, str(rank), str(store), str(STEPS)]
-    env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    with text.open("w") as file:
-        return subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT)
-
-
-def _codes(ranks: list[subprocess.Popen[bytes]]) -> list[int | None]:
-    """How each ended by itself, until one has failed or nobody comes further; None for the others."""
-    deadline = time.monotonic() + PATIENCE_S
-    codes: list[int | None] = [None, None]
-    while not all(code == 0 for code in codes) and not any(codes) and time.monotonic() < deadline:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            ranks[codes.index(None)].wait(0.2)
-        codes = [rank.poll() for rank in ranks]
-    for rank in ranks:
-        rank.kill()
-        rank.wait()
-    return codes
+    said = "\n".join(text.read_text() for text in tmp_path.iterdir())
+    assert "step 1\n" in said, f"it broke before its first compressed step:\n{said}\n{outcomes}"
 
 
 def ours_comes_through() -> None:

@@ -121,9 +121,8 @@ def lose_a_rank(compress: Any) -> tuple[str, list[int], str]:
 
 
 @pytest.mark.parametrize("compress", [None, gs.powersgd(2)], ids=repr)
-def test_a_killed_rank_is_named_by_the_others(compress: Any) -> None:
-    with RankPool(3, threads=1) as pool:
-        outcomes = pool.outcomes(lose_a_rank, compress, timeout=60)
+def test_a_killed_rank_is_named_by_the_others(compress: Any, pool: RankPool) -> None:
+    outcomes = pool.outcomes(lose_a_rank, compress, ranks=3, timeout=60)
     assert "SIGKILL" in outcomes[1].text
     for rank in (0, 2):
         assert outcomes[rank].ok, outcomes[rank].text

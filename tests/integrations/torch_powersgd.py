@@ -1,13 +1,9 @@
-"""One rank of a training with PyTorch's own PowerSGD hook: `python torch_powersgd.py RANK STORE STEPS`.
-
-It runs in a process of its own, since it may abort. It ends with exit code 0 if all steps came through.
-"""
+"""A training with PyTorch's own PowerSGD hook, on ranks that may abort or wait for ever."""
 
 from __future__ import annotations
 
-import sys
-from datetime import timedelta
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,18 +21,11 @@ def build() -> nn.Module:
     return nn.Sequential(*(nn.Linear(*pair) for pair in pairwise(widths)))
 
 
-def main(rank: int, store: str, steps: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=10)
-    )
+def train(folder: Path, steps: int) -> None:
+    """Each rank writes to its file in `folder` which steps came through."""
     ddp = DistributedDataParallel(build(), bucket_cap_mb=BUCKET_CAP_MB)
     ddp.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2), powerSGD_hook)
-    for step in range(steps):
-        ddp(torch.randn(8, 64)).square().mean().backward()
-        print(f"step {step}", flush=True)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    with (folder / f"rank-{dist.get_rank()}.txt").open("w") as file:
+        for step in range(steps):
+            ddp(torch.randn(8, 64)).square().mean().backward()
+            print(f"step {step}", file=file, flush=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from netlab import lab as lab_module
+from netlab import main as script
 from netlab.fixture import MakeLab
 from netlab.lab import Lab, RankFailed, available, payload
 from netlab.lab_plays import reduce_ones, train
@@ -22,8 +22,6 @@ from netlab.reach import (
     torchrun_says,
 )
 from netlab.wiring import Shaper, bits_per_second
-
-MAIN = Path(lab_module.__file__).with_name("main.py")
 
 
 def test_hosts_share_nothing_but_files_and_ranks_of_a_host_share_all(lab: MakeLab) -> None:
@@ -127,7 +125,9 @@ def test_headers_are_not_payload() -> None:
 
 
 def test_the_script_prefixes_output_and_counts_bytes(lab: MakeLab) -> None:
-    done = _script("--ranks", "2", "--", "sh", "-c", "echo $LOCAL_RANK of $LOCAL_WORLD_SIZE")
+    start = [sys.executable, script.__file__, "--ranks", "2", "--"]
+    command = ["sh", "-c", "echo $LOCAL_RANK of $LOCAL_WORLD_SIZE"]
+    done = subprocess.run(start + command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
     lines = [f"[host{host} rank {2 * host + local}] {local} of 2" for host in range(2) for local in range(2)]
@@ -136,11 +136,9 @@ def test_the_script_prefixes_output_and_counts_bytes(lab: MakeLab) -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["--rate", "fast", "--", "true"], ["--hosts", "two", "--", "true"]])
-def test_the_script_answers_bad_input_with_a_sentence(arguments: list[str]) -> None:
-    done = _script(*arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.count("\n") == 1
-
-
-def _script(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(MAIN), *arguments], capture_output=True, text=True, timeout=60)
+def test_the_script_answers_bad_input_with_a_sentence(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        script.main(arguments)
+    assert end.value.code == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)

@@ -110,32 +110,57 @@ def test_every_pace_learns_and_ends_with_equal_replicas(
         assert all(isinstance(value, float | int | str | None) for value in result["stats"].values())
 
 
-def continue_from(pace: str, compress: str, split: int) -> None:
-    whole = Training(pace, compress)
-    for step in range(split):
-        whole.step(step)
-    state = whole.state()
-    for step in range(split, split + 7):
+SPLITS = (1, 4)
+
+
+def continue_from(pace: str, compress: str) -> None:
+    whole, states = Training(pace, compress), {}
+    for step in range(11):
+        if step in SPLITS:
+            states[step] = whole.state()
         whole.step(step)
     expected = whole.weights()
     whole.sync.detach()
-    resumed = Training(pace, compress)
-    resumed.load(state)
-    for step in range(split, split + 7):
-        resumed.step(step)
-    assert torch.equal(resumed.weights(), expected)
-    resumed.sync.detach()
+    for split, state in states.items():
+        resumed = Training(pace, compress)
+        resumed.load(state)
+        for step in range(split, 11):
+            if step in SPLITS and step > split:
+                resumed.state()  # as the whole run did: to save, `async_sgd` is drained
+            resumed.step(step)
+        assert torch.equal(resumed.weights(), expected), f"saved after {split} steps"
+        resumed.sync.detach()
 
 
-@pytest.mark.parametrize("split", [1, 4])
 @pytest.mark.parametrize("compress", ["exact", "powersgd"])
 @pytest.mark.parametrize("pace", [pace for pace in PACES if pace not in NOT_REPEATABLE])
-def test_continuing_from_a_state_is_the_uninterrupted_run(
-    pace: str, compress: str, split: int, run: Callable[..., Any]
-) -> None:
+def test_continuing_from_a_state_is_the_uninterrupted_run(pace: str, compress: str, run: Callable[..., Any]) -> None:
     if compress != "exact" and pace in ONLY_EXACT:
         pytest.skip("this pace compresses nothing")
-    run(continue_from, pace, compress, split)
+    run(continue_from, pace, compress)
+
+
+def save_alone() -> None:
+    for pace in PACES:
+        whole = Training(pace, "exact")
+        for step in range(4):
+            whole.step(step)
+            assert whole.sync.replicas_equal, pace
+        state = copy.deepcopy((whole.model.state_dict(), whole.optimizer.state_dict(), whole.sync.state_dict()))
+        resumed = Training(pace, "exact")
+        for part, saved in zip((resumed.model, resumed.optimizer, resumed.sync), state, strict=True):
+            part.load_state_dict(saved)
+        for training in (whole, resumed):
+            for step in range(4, 8):
+                training.step(step)
+            training.drain()
+        assert torch.equal(resumed.weights(), whole.weights()), pace
+        whole.sync.detach()
+        resumed.sync.detach()
+
+
+def test_one_rank_is_one_replica_and_may_save_in_the_middle_of_any_pace(run: Callable[..., Any]) -> None:
+    run(save_alone, ranks=1)
 
 
 def keep_frozen(pace: str) -> None:

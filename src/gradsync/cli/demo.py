@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.padding import Padding
@@ -22,17 +23,19 @@ from gradsync.cli.slow_link.arms import ARMS as SLOW_ARMS
 from gradsync.cli.slow_link.crossing import train as train_over_link
 from gradsync.cli.slow_link.rights import check_link, has_rights, rerun
 from gradsync.cli.slow_link.wiring import Shaper, bits_per_second
+from gradsync.cli.story import slow_telling as late_telling
 from gradsync.cli.story.arms import ARMS, DDP, GRADSYNC, MAX_RANKS, train
 from gradsync.cli.story.death import KILL_STEP, Death, Fate, watch_death
 from gradsync.cli.story.model import Shape, build
 from gradsync.cli.story.result import Result, sum_up
+from gradsync.cli.story.slow import Slowness, read_slowness, train_slowly
 from gradsync.cli.story.telling import FOOTNOTE, sentences, table
 from gradsync.cli.story.text import read_library
 from gradsync.ranks import RankPool
 
 _MAX_THREADS = 4  # per rank: more would only get into each other's way in so small a model
 _HOUR_S = 3600.0
-_STEPS, _SLOW_STEPS = 120, 8
+_STEPS, _SLOW_STEPS, _LATE_STEPS = 120, 8, 80
 _SHAPE = Shape()
 _SLOW_SHAPE = Shape(width=256, batch=4)  # few characters for its size: the link has more to do than the processor
 
@@ -47,6 +50,7 @@ example:
   gradsync demo                       2 ranks, the whole story
   gradsync demo --ranks 4 --steps 40  more ranks, fewer steps
   gradsync demo --kill 1              kill rank 1 in the middle of a step: who notices, and when?
+  gradsync demo --slow 1              slow rank 1's input down: who is to blame that all ranks are slow?
   gradsync demo --slow-link 100mbit   2 ranks with 100 Mbit/s between them: what does compression buy?
   gradsync demo --json > demo.json    for machines
 """
@@ -67,9 +71,10 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         "--steps",
         type=whole_number(6, 100_000),
         metavar="N",
-        help=f"training steps of each arm ({_STEPS}, over a slow link {_SLOW_STEPS})",
+        help=f"training steps of each arm ({_STEPS}, with --slow {_LATE_STEPS}, over a slow link {_SLOW_STEPS})",
     )
     add("--kill", type=whole_number(0, MAX_RANKS - 1), metavar="R", help="kill rank R and show the errors instead")
+    add("--slow", type=whole_number(0, MAX_RANKS - 1), metavar="R", help="slow rank R's input and show who is blamed")
     add("--slow-link", type=_rate, metavar="RATE", help="put a link of 10mbit to 10gbit between 2 ranks instead")
     add("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run, shape=None)
@@ -77,13 +82,12 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """The command."""
-    if options.kill is not None and options.kill >= options.ranks:
-        raise BadInput(
-            f"gradsync demo: --kill {options.kill} names no rank: with --ranks {options.ranks} "
-            f"they are 0 to {options.ranks - 1}"
-        )
+    _check(options)
     if options.slow_link is not None:
         return _slow_link(options)
+    if options.slow is not None:
+        _print_slowness(_slow(options), options.json)
+        return 0
     options.steps, options.shape = options.steps or _STEPS, options.shape or _SHAPE
     text = read_library()
     if options.kill is not None:
@@ -91,6 +95,17 @@ def run(options: argparse.Namespace) -> int:
     else:
         _print_result(_compare(options, len(text.train)), options.json)
     return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    for name, rank in (("--kill", options.kill), ("--slow", options.slow)):
+        if rank is not None and rank >= options.ranks:
+            raise BadInput(
+                f"gradsync demo: {name} {rank} names no rank: with --ranks {options.ranks} "
+                f"they are 0 to {options.ranks - 1}"
+            )
+    if options.slow is not None and (options.kill is not None or options.slow_link is not None):
+        raise BadInput("gradsync demo: --slow is a story of its own: leave out --kill and --slow-link")
 
 
 def _rate(text: str) -> str:
@@ -147,6 +162,16 @@ def _kill(options: argparse.Namespace) -> list[Death]:
                 watch_death(pool, arm, options.kill, options.shape, os.path.join(folder, arm), progress)
                 for arm in (GRADSYNC, DDP)
             ]
+
+
+def _slow(options: argparse.Namespace) -> Slowness:
+    options.steps, options.shape = options.steps or _LATE_STEPS, options.shape or _SHAPE
+    with _ranks(options.ranks, _threads(options.ranks)) as (pool, folder):
+        progress, trace = os.path.join(folder, "progress"), os.path.join(folder, "run")
+        title = f"training with a trace, rank {options.slow} slowed"
+        with follow(progress, options.steps, title, quiet=options.json):
+            pool.run(train_slowly, options.slow, options.shape, options.steps, trace, progress, timeout=_HOUR_S)
+        return read_slowness(Path(trace), options.slow)
 
 
 def _threads(ranks: int) -> int:
@@ -213,6 +238,19 @@ def _print_deaths(deaths: list[Death], as_json: bool) -> None:
     for death in deaths:
         console.print(f"• {death.arm}: {death.summary()}.")
     console.print("\nNext: gradsync demo    what it costs to keep replicas the same")
+
+
+def _print_slowness(result: Slowness, as_json: bool) -> None:
+    console = wide_console()
+    if as_json:
+        console.out(json.dumps(result.as_json(), indent=2))
+        return
+    console.print(late_telling.table(result))
+    console.print(late_telling.FOOTNOTE, style="dim")
+    console.print()
+    for sentence in late_telling.sentences(result):
+        console.print(f"• {sentence}", markup=False)
+    console.print('\nNext: gs.attach(model, optimizer, trace="run") in your own training; gradsync report run')
 
 
 def _spoken(fate: Fate) -> Text:

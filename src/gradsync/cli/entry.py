@@ -27,9 +27,12 @@ example:
   gradsync bench           how fast all-reduce is here, beside gloo and MPI
   gradsync probe           what the links and ranks here can do, measured
   gradsync plan --help     what synchronization will cost on a cluster, and what to do about it
+  gradsync report RUN      what it did cost in a traced run, and who is to blame
+  gradsync watch RUN       follow a run that writes a trace, in a browser or with --terminal
+  gradsync doctor          what is wrong here, and the command that mends it; doctor RUN: what happened first in a run
 """
 
-_COMMANDS = ("demo", "bench", "plan", "probe")  # modules beside this one
+_COMMANDS = ("demo", "bench", "plan", "probe", "watch", "report", "doctor")  # modules beside this one
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,9 +10,10 @@ import torch
 
 from gradsync.engine.bucket import Bucket, Entry, Layout
 from gradsync.engine.checkpoint import Arrangement
-from gradsync.exchange.memory import Allocate
+from gradsync.exchange.memory import Allocate, Form
 from gradsync.exchange.shipping import Shipping
 from gradsync.guard.header import Headers, Mark
+from gradsync.guard.order import check_forms
 from gradsync.transport.lane import Lane
 
 
@@ -45,6 +46,11 @@ class Agenda:
     @property
     def buckets(self) -> list[Bucket]:
         return self._layout.buckets
+
+    @property
+    def bucket_marks(self) -> tuple[bytes, ...]:
+        """By which each bucket is known, in the order in which they were laid out."""
+        return self._layout.marks
 
     @property
     def schedule(self) -> int:
@@ -90,7 +96,7 @@ class Agenda:
         if self._idle:
             trainable = bytes(len(self._entries))
         chosen = [self._entries[index] for index in self._order if trainable[index] and not self._entries[index].sparse]
-        self._layout = Layout(chosen, self._bucket_bytes, self._held, self._allocate, self._shipping.choose)
+        self._layout = Layout(chosen, self._bucket_bytes, self._held, self._allocate_alike, self._shipping.choose)
         if not self._idle:  # otherwise the shipping is the pace's
             # The first synchronization is exact: compressors begin when the order is known.
             self._shipping.prepare([bucket.parcel for bucket in self._layout.buckets], compress=self.learned)
@@ -98,6 +104,11 @@ class Agenda:
         self.apart = [entry for entry in self._entries if entry.bucket is None]
         if not self._idle:
             self._lane.describe = self._layout.describe
+
+    def _allocate_alike(self, forms: list[Form]) -> list[torch.Tensor]:
+        if not self._idle:
+            check_forms(self._lane, [(form.numel, form.dtype) for form in forms])
+        return self._allocate(forms)
 
     def arrangement(self) -> Arrangement:
         """What was learned, by parameter name."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -16,10 +18,14 @@ from gradsync.engine.building import Builder
 from gradsync.engine.inventory import Inventory, take_inventory
 from gradsync.engine.pacing import check_pace
 from gradsync.engine.pilot import Pilot
+from gradsync.engine.plainly import NOTICE, is_disabled, plain
 from gradsync.engine.replicas import Buffers, broadcast_optimizer, broadcast_tensors
 from gradsync.engine.steps import Steps
 from gradsync.engine.synchronizer import GradSync
+from gradsync.engine.tracing import Tracing, accord, open_tracer, wanted
+from gradsync.engine.watch import Watch
 from gradsync.errors import Disagreement
+from gradsync.guard.findings import Findings
 from gradsync.plan import Plan, not_a_plan
 from gradsync.planner.automatic import PROFILING, Auto
 from gradsync.policy import Guard
@@ -36,6 +42,7 @@ def attach(
     ignore: Iterable[str | torch.Tensor] = (),
     guard: Guard | None = None,
     scaler: GradScaler | None = None,
+    trace: str | os.PathLike[str] | None = None,
 ) -> GradSync:
     """Average the model's gradients over the ranks from now on, while backward still computes.
 
@@ -50,10 +57,19 @@ def attach(
         group: Who takes part; None: everybody.
         buffers: "broadcast": rank 0's buffers (BatchNorm statistics) go to all with every synchronization.
         ignore: Names or tensors to leave alone.
-        guard: Bounds on waits, and what a NaN does; see `Guard`.
-        scaler: The GradScaler of mixed precision, which `delayed(k)` must know; other paces do not ask for it.
+        guard: Bounds on waits, what a NaN does, and replicas that differ; see `Guard`.
+        scaler: The GradScaler of mixed precision, which `delayed(k)` must know; ranks whose scales differ are named.
+        trace: A folder: every rank writes there what each step did, for `gradsync report` and `gradsync watch`. None:
+            that of the environment variable GRADSYNC_TRACE, if there is one.
     """
-    return attach_engine(model, optimizer, plan, group, buffers, ignore, guard, always=False, scaler=scaler)
+    saved = plan.save if isinstance(plan, Auto) else None
+    folder = saved if trace is None and saved is not None else wanted(trace)
+    if saved is not None and folder != saved:
+        raise ValueError(
+            f"auto(save={str(saved)!r}) writes a trace of its own, and trace={str(folder)!r} names another folder: "
+            "leave one of them out"
+        )
+    return attach_engine(model, optimizer, plan, group, buffers, ignore, guard, False, scaler, folder)
 
 
 def attach_engine(
@@ -66,6 +82,7 @@ def attach_engine(
     guard: Guard | None,
     always: bool,
     scaler: GradScaler | None = None,
+    trace: Path | None = None,
 ) -> GradSync:
     """As `attach`; `always` puts the hooks on even where one rank alone would need none (to measure them)."""
     plan, guard = Plan() if plan is None else plan, Guard() if guard is None else guard
@@ -75,6 +92,10 @@ def attach_engine(
     refusal: Exception | None = None
     try:
         _check_arguments(plan, guard, buffers, scaler, size)
+        if is_disabled():
+            plan = plain(plan)
+            if dist.get_rank(parent) == 0:
+                say(NOTICE)
         auto, plan = (plan, PROFILING) if isinstance(plan, Auto) else (None, plan)
         check_pace(plan, guard, optimizers)
         inventory = take_inventory(model, optimizers, ignore)
@@ -83,14 +104,17 @@ def attach_engine(
             raise
         # What was refused is not looked at again: this rank only tells the others.
         refusal, inventory, guard, optimizers = error, Inventory([], [], set()), Guard(), []
-        auto, plan, buffers = None, Plan(), "broadcast"
+        auto, plan, buffers, scaler = None, Plan(), "broadcast", None
     if auto is not None and size == 1:
         say("auto has nothing to choose: one rank alone synchronizes nothing, and runs with the default plan")
         auto, plan = None, Plan()
-    terms: dict[str, Any] = {"buffers": buffers, "nonfinite": guard.nonfinite}
+    terms: dict[str, Any] = {"buffers": buffers}
+    terms |= {"nonfinite": guard.nonfinite, "max_skips": guard.max_skips, "drift": guard.drift}
     terms |= {} if auto is None else {"auto": auto.canonical()}
     travelling = Buffers(inventory.buffers if buffers == "broadcast" else [])
-    builder = Builder(parent, optimizers, inventory, travelling, guard, scaler, always, terms)
+    findings = Findings(guard.max_skips)
+    watch = Watch(inventory.entries, optimizers, scaler, guard, findings, size)
+    builder = Builder(parent, optimizers, inventory, travelling, guard, scaler, always, findings, watch, terms)
     opened = builder.open(plan, refusal)
     try:
         _start_alike(opened.lane, inventory, optimizers)
@@ -98,10 +122,24 @@ def attach_engine(
         opened.lane.close(together=isinstance(error, Disagreement))
         raise
     engine = builder.build(plan, opened)
-    listens = always or engine.listens or guard.nonfinite != "allow"
+    listens = always or trace is not None or engine.listens or guard.nonfinite != "allow"
     steps = Steps(model, optimizers, engine, inventory.ignored, listens)
     pilot = None if auto is None else _open_pilot(auto, steps, builder, type(model).__name__)
-    return GradSync(optimizers, travelling, steps, pilot)
+    sync = GradSync(optimizers, travelling, steps, pilot)
+    if size > 1 or trace is not None:
+        _open_trace(sync, steps, trace)
+    return sync
+
+
+def _open_trace(sync: GradSync, steps: Steps, folder: Path | None) -> None:
+    """Every rank calls this at once, whether it traces or not."""
+    lane = steps.reducer.lane
+    together, run_id = accord(lane, folder)
+    if folder is None:
+        return
+    tracer = open_tracer(folder, lane, steps.reducer.entries, steps.plan.canonical(), "gradsync", run_id)
+    tracer.stats = sync.stats
+    steps.trace(Tracing(tracer, lane, together))
 
 
 def _open_pilot(auto: Auto, steps: Steps, builder: Builder, name: str) -> Pilot:
@@ -130,16 +168,21 @@ def _parent(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return parent
 
 
-def _check_arguments(plan: Plan | Auto, guard: Guard, buffers: str, scaler: GradScaler | None, size: int) -> None:
-    if not isinstance(plan, Plan | Auto):
+def check_terms(plan: Plan | Auto | None, guard: Guard | None) -> None:
+    """Refuse what is no plan or no guard; adapters ask before they look into them, and long before they attach."""
+    if not isinstance(plan, Plan | Auto | None):
         raise TypeError(not_a_plan(plan))
+    if not isinstance(guard, Guard | None):
+        raise TypeError(f"guard must be a gs.Guard, got {guard!r}")
+
+
+def _check_arguments(plan: Plan | Auto, guard: Guard, buffers: str, scaler: GradScaler | None, size: int) -> None:
+    check_terms(plan, guard)
     if isinstance(plan, Auto) and plan.cluster is not None and plan.cluster.world_size != size:
         raise ValueError(
             f"auto: the cluster has {plan.cluster.world_size} ranks, but {size} attach; probe this one "
             "(gradsync probe), or leave cluster out"
         )
-    if not isinstance(guard, Guard):
-        raise TypeError(f"guard must be a gs.Guard, got {guard!r}")
     if buffers not in ("broadcast", "none"):
         raise ValueError(f'buffers must be "broadcast" or "none", got {buffers!r}')
     if scaler is not None and not isinstance(scaler, GradScaler):

@@ -22,6 +22,7 @@ from gradsync.exchange.memory import Allocate, Form
 from gradsync.exchange.parcel import Item, Parcel
 from gradsync.guard.header import Mark
 from gradsync.packing import default_limit, pack
+from gradsync.trace.timers import Moment
 
 _ALIGN_NBYTES = 64
 _LARGE_NBYTES = 1 << 16  # a CPU copies this much in less time than Python needs to ask for it
@@ -89,7 +90,7 @@ class Bucket:
 
     __slots__ = (
         "_offsets", "_small_params", "_small_views", "choice", "entries", "flat", "form", "held", "index", "large",
-        "missing", "on_gpu", "parcel", "small", "small_flat", "streams",
+        "mark", "missing", "on_gpu", "parcel", "ready_at", "small", "small_flat", "streams",
     )  # fmt: skip
 
     def __init__(self, index: int, entries: list[Entry], held: bool, choice: Choice) -> None:
@@ -109,6 +110,9 @@ class Bucket:
         self._offsets, total = _offsets([e.param.numel() for e in self.entries], item)
         self.form = Form(total, first.dtype, first.device)
         self.missing = len(entries)
+        what = (index, str(first.dtype), total, [entry.index for entry in self.entries], choice)
+        self.mark = zlib.crc32(repr(what).encode()).to_bytes(4, "little")  # equal on two ranks iff the buckets are
+        self.ready_at: Moment | None = None  # when its last gradient of this step was there, where a trace asks
 
     def place(self, flat: torch.Tensor) -> None:
         """Live in `flat`, which has this bucket's form."""
@@ -254,14 +258,11 @@ class Layout:
         for bucket, flat in zip(self.buckets, flats, strict=True):
             bucket.place(flat)
         self.indices = frozenset(entry.index for entry in entries)
-        self.schedule = self._hash()
+        self.marks = tuple(bucket.mark for bucket in self.buckets)
+        self.schedule = zlib.crc32(b"".join(self.marks))
 
     def describe(self, bucket: int) -> str:
         return self.buckets[bucket].describe()
-
-    def _hash(self) -> int:
-        plan = [(str(b.flat.dtype), b.flat.numel(), [e.index for e in b.entries], b.choice) for b in self.buckets]
-        return zlib.crc32(repr(plan).encode())
 
 
 def _pack(entries: list[Entry], limit: int, choose: Choose) -> list[tuple[list[Entry], Choice]]:

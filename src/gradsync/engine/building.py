@@ -17,6 +17,8 @@ from gradsync.engine.opening import Opened, Papers, open_shipping
 from gradsync.engine.pacing import open_pace
 from gradsync.engine.reducer import Reducer
 from gradsync.engine.replicas import Buffers
+from gradsync.engine.watch import Watch
+from gradsync.guard.findings import Findings
 from gradsync.pace.contract import Pace, Site
 from gradsync.plan import Plan
 from gradsync.policy import Guard
@@ -47,6 +49,8 @@ class Builder:
     guard: Guard
     scaler: GradScaler | None
     always: bool
+    findings: Findings
+    watch: Watch
     terms: dict[str, Any]  # beside the plan, what must be the same on every rank
 
     def open(self, plan: Plan, refusal: Exception | None = None) -> Opened:
@@ -62,10 +66,13 @@ class Builder:
         recorder, limit = Recorder(), plan.bucket_bytes
         site = Site(
             lane, exact, shipping, parameters, self.optimizers, self.buffers, self.guard, limit, len(entries), count(),
-            recorder,
+            recorder, self.findings, self.watch,
         )  # fmt: skip
         pace = open_pace(plan, site, self.parent, self.scaler)
         lane.describe = pace.describe
         idle = not pace.engine_averages
-        reducer = Reducer(entries, lane, exact, shipping, plan, self.guard, self.buffers, recorder, pace.k, idle)
+        reducer = Reducer(
+            entries, lane, exact, shipping, plan, self.guard, self.buffers, recorder, self.findings, self.watch, pace.k,
+            idle,
+        )  # fmt: skip
         return Engine(plan, reducer, pace)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from gradsync.engine.announcing import choice, say
 from gradsync.engine.bucket import Entry
-from gradsync.engine.diary import Grounds
+from gradsync.engine.grounds import Grounds
 from gradsync.engine.stopwatch import Stopwatch
 from gradsync.engine.timing import Timing, join, pack, unpack
 from gradsync.errors import listed

@@ -10,6 +10,11 @@ Note [Who begins a backward]
     A gradient hook on the outputs of the root forward. Queued from a parameter's hook instead, the callback
     would fire once per segment under reentrant checkpointing; that is only the fallback, for models whose
     parts are called one by one, and for compiled ones.
+
+Note [Closures]
+    `optimizer.step(closure)` runs backward inside of step. What is due before a step (to take part in what this rank's
+    backward missed, to take gradients away) is then due when the closure has run, and before it returns: the
+    optimizer goes on to apply `.grad`. So it gets ours, which calls the user's and then back.
 """
 
 from __future__ import annotations
@@ -28,6 +33,9 @@ from torch.utils.hooks import RemovableHandle
 
 from gradsync.engine.bucket import Entry
 
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
 
 class Listener(Protocol):
     """What the hooks call."""
@@ -36,6 +44,7 @@ class Listener(Protocol):
     def backward_begins(self) -> None: ...
     def arrived(self, entry: Entry, param: torch.Tensor) -> None: ...
     def before_step(self, optimizer: Optimizer, closure: bool) -> None: ...
+    def closure_ran(self, optimizer: Optimizer) -> None: ...
     def after_step(self, optimizer: Optimizer, closure: bool) -> None: ...
 
 
@@ -61,6 +70,10 @@ class Hooks:
                 self._handles.append(entry.param.register_post_accumulate_grad_hook(hook))
                 self._hooked.add(entry.index)
 
+    def hears(self, entry: Entry) -> bool:
+        """Whether a gradient of this one is heard of; a parameter that is frozen keeps its hook."""
+        return entry.index in self._hooked
+
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
@@ -80,13 +93,27 @@ class Hooks:
     def _begins(self, grad: torch.Tensor) -> None:
         self._listener.backward_begins()
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not in_backward():
-            self._listener.before_step(optimizer, _has_closure(args, kwargs))
+    def _before_step(self, optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+        """What is returned, `step` gets instead of its arguments: see [Closures]."""
+        if in_backward():
+            return None
+        closure = _closure(args, kwargs)
+        self._listener.before_step(optimizer, closure is not None)
+        if closure is None:
+            return None
 
-    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def heard() -> Any:
+            loss = closure()
+            self._listener.closure_ran(optimizer)
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": heard}
+        return (args[0], heard, *args[2:]), kwargs
+
+    def _after_step(self, optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
         if not in_backward():
-            self._listener.after_step(optimizer, _has_closure(args, kwargs))
+            self._listener.after_step(optimizer, _closure(args, kwargs) is not None)
 
     # A copy of the model (EMA, torch.save) is not attached: its hooks do nothing.
 
@@ -114,6 +141,7 @@ class _Silent:
     def backward_begins(self) -> None: ...
     def arrived(self, entry: Entry, param: torch.Tensor) -> None: ...
     def before_step(self, optimizer: Optimizer, closure: bool) -> None: ...
+    def closure_ran(self, optimizer: Optimizer) -> None: ...
     def after_step(self, optimizer: Optimizer, closure: bool) -> None: ...
 
 
@@ -126,12 +154,10 @@ def _silent_hooks() -> Hooks:
 def _ignore(*_: object) -> None: ...
 
 
-def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether `step` was given a closure, in which backward runs: what a step needs is known after it.
-
-    The first of `args` is the optimizer itself.
-    """
-    return kwargs.get("closure", args[1] if len(args) > 1 else None) is not None
+def _closure(args: Args, kwargs: Kwargs) -> Callable[[], Any] | None:
+    """What `step` was given to compute the loss; the first of `args` is the optimizer itself."""
+    closure: Callable[[], Any] | None = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return closure
 
 
 def recomputing() -> bool:

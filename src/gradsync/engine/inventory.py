@@ -74,10 +74,18 @@ def take_inventory(model: torch.nn.Module, optimizers: Sequence[Optimizer], igno
     return Inventory(entries, buffers, ignored)
 
 
-def _read_ignore(model: torch.nn.Module, ignore: Iterable[Any]) -> set[int]:
-    """The ids of what to leave alone; a tensor with several names goes by any of them."""
+def check_ignore(ignore: object) -> None:
+    """Refuse one name or tensor without a list around it: both could be iterated over, into letters and rows."""
     if isinstance(ignore, str):
         raise TypeError(f"ignore takes a list of names or tensors, got the string {ignore!r}")
+    if isinstance(ignore, torch.Tensor) or not isinstance(ignore, Iterable):
+        what = f"a tensor of shape {list(ignore.shape)}" if isinstance(ignore, torch.Tensor) else repr(ignore)
+        raise TypeError(f"ignore takes a list of names or tensors, got {what}: put it into a list")
+
+
+def _read_ignore(model: torch.nn.Module, ignore: Iterable[Any]) -> set[int]:
+    """The ids of what to leave alone; a tensor with several names goes by any of them."""
+    check_ignore(ignore)
     every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     named = {_clean(name): tensor for name, tensor in every}
     ignored: set[int] = set()

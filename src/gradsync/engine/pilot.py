@@ -26,7 +26,6 @@ from gradsync.engine.announcing import miss, say
 from gradsync.engine.building import Builder
 from gradsync.engine.choosing import Decision, decide, gather, probe_links
 from gradsync.engine.chosen import Chosen
-from gradsync.engine.diary import Diary
 from gradsync.engine.steps import Steps
 from gradsync.engine.stopwatch import Stopwatch, clock_for
 from gradsync.engine.switching import switch
@@ -36,6 +35,7 @@ from gradsync.guard.agreement import share
 from gradsync.guard.calls import Call
 from gradsync.plan import Plan
 from gradsync.planner.automatic import PROFILING, Auto
+from gradsync.trace.lines import Choice
 
 _TOLERANCE = 0.25  # by which a measured step may be off the predicted one
 _NEVER = sys.maxsize
@@ -47,14 +47,12 @@ class Pilot:
 
     def __init__(self, auto: Auto, steps: Steps, builder: Builder, name: str) -> None:
         """Every rank calls this at once, with nothing under way."""
-        groups = steps.reducer.lane.groups
         self.predicted_s: float | None = None
         self._auto = auto
         self._steps = steps
         self._builder = builder
         self._name = name
         self._entries = steps.reducer.entries
-        self._diary = None if auto.save is None else Diary(auto.save, groups.rank, groups.size)
         self._cluster = auto.cluster or probe_links(steps.reducer.lane, builder.parent)
         self._waited_s: float | None = None  # what a synchronization took when the plan was chosen last
         self._misses = 0  # in a row
@@ -66,6 +64,11 @@ class Pilot:
         self._profile()
         if self._cluster is None:  # on every rank
             self._adopt(Decision(Plan(), None, None))
+
+    @property
+    def link_bandwidth(self) -> float | None:
+        """Bytes per second between two hosts, as the probe measured it; None on one host."""
+        return self._cluster.across.bandwidth if self._cluster is not None and len(self._cluster.hosts) > 1 else None
 
     @property
     def _step(self) -> int:
@@ -102,8 +105,10 @@ class Pilot:
         if self._stopwatch is not None:
             self._stopwatch.lap(counts and self._warm, waited=True)
             self._warm = True
-        elif self._diary is not None:
-            self._diary.step(self._steps.reducer.recorder)
+
+    def step_ended(self) -> None: ...
+
+    def failed(self, error: BaseException) -> None: ...
 
     def optimizer_begins(self) -> None:
         if self._stopwatch is not None:
@@ -163,8 +168,11 @@ class Pilot:
             self._phase, self._due = "settled", _NEVER
             return
         self._run()
-        if self._diary is not None and anew:
-            self._diary.begin(plan, predicted_s, grounds, self._step)
+        if grounds is not None and self._auto.save is not None and anew:
+            grounds.save(self._auto.save, plan)
+        if self._steps.tracing is not None:
+            choice = Choice(self._step, plan.canonical(), predicted_s, self.link_bandwidth)
+            self._steps.tracing.tracer.write(choice)
 
     def _run(self) -> None:
         # A miss right after another: each time only after twice as long, so that it never swings to and fro.
@@ -230,12 +238,6 @@ class Pilot:
             self._profile()
         elif self._phase == "running":
             self._run()
-
-    def close(self) -> None:
-        """The GradSync is taken off."""
-        if self._diary is not None:
-            self._diary.step(self._steps.reducer.recorder, last=True)
-            self._diary.close()
 
 
 def _is_off(measured_s: float, expected_s: float) -> bool:

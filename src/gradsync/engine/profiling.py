@@ -91,6 +91,8 @@ class _Watch:
         if not closure:  # otherwise forward and backward run inside
             self.stopwatch.optimizer_begins()
 
+    def closure_ran(self, optimizer: Optimizer) -> None: ...
+
     def after_step(self, optimizer: Optimizer, closure: bool) -> None:
         if not closure:
             self.stopwatch.optimizer_ends()

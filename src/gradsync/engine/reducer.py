@@ -16,7 +16,7 @@ which order they leave is in `agenda`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+import zlib
 
 import torch
 
@@ -24,18 +24,24 @@ from gradsync.engine.agenda import Agenda
 from gradsync.engine.apart import average_apart
 from gradsync.engine.bucket import Bucket, Entry
 from gradsync.engine.first_gradients import NO_DIGEST, digest_of, warn_if_same_data
+from gradsync.engine.logbook import Logbook
 from gradsync.engine.replicas import Buffers
+from gradsync.engine.spotting import NOWHERE, is_finite, made_by_compression, spot
+from gradsync.engine.watch import Watch
 from gradsync.engine.weighting import Weighting
 from gradsync.engine.witness import Nobody, Witness
 from gradsync.errors import BackwardAborted, Disagreement, NonFinite
 from gradsync.exchange.exact import Exact
 from gradsync.exchange.shipping import Shipping
 from gradsync.guard.calls import check_same_call, launch_header
-from gradsync.guard.header import Flag, Head, Headers, Mark
-from gradsync.guard.verdict import Verdict, nonfinite, overflown, step_verdict
+from gradsync.guard.findings import Findings
+from gradsync.guard.header import Flag, Head, Headers, Mark, check_headers
+from gradsync.guard.order import check_order
+from gradsync.guard.verdict import Verdict, spoiled, step_verdict
 from gradsync.plan import Plan
 from gradsync.policy import Guard
 from gradsync.trace import Recorder
+from gradsync.trace.spans import span
 from gradsync.transport.lane import Lane
 from gradsync.transport.page import Phase
 from gradsync.transport.team import Cards
@@ -55,6 +61,8 @@ class Reducer:
         guard: Guard,
         buffers: Buffers,
         recorder: Recorder,
+        findings: Findings,
+        watch: Watch,
         k: int,
         idle: bool = False,
     ) -> None:
@@ -62,11 +70,14 @@ class Reducer:
         self.entries = entries
         self.lane = lane
         self.recorder = recorder
+        self.findings = findings
+        self.watch = watch
         self.shipping = shipping
         self.agenda = Agenda(entries, plan.bucket_bytes, lane, exact.allocate, shipping, idle)
         self.weighting = Weighting(lane.groups.size, k, plan.combine)
         self.exact = exact
         self.witness: Witness = Nobody()
+        self.logbook = Logbook()
         self._plan = plan
         self._guard = guard
         self._buffers = buffers
@@ -92,9 +103,12 @@ class Reducer:
         self._arrivals: list[int] = []
         self._tickets: list[Ticket] = []
         self._header: tuple[Ticket, torch.Tensor] | None = None
-        self._nonfinite = -1  # the first parameter with NaN or Inf
+        self._spot = NOWHERE  # the first parameter with NaN or Inf
+        self._launched: list[Bucket] = []
+        self._astray = False  # a bucket was not the one whose turn it was: nothing more leaves
         self._blocked = False  # a full bucket waits for an earlier one
         self._held_up_by: str | None = None
+        self.logbook.begin()
 
     # Before and during backward
 
@@ -136,6 +150,9 @@ class Reducer:
         bucket = entry.bucket
         if bucket is None:
             return
+        tracer = self.logbook.tracer
+        if tracer is not None and tracer.each_gradient:
+            tracer.arrived(entry.index)
         if bucket.on_gpu:
             bucket.note_stream()
         if not self._streaming:
@@ -146,6 +163,7 @@ class Reducer:
             entry.take(self._scale)
         bucket.missing -= 1
         if not bucket.missing:
+            self.logbook.filled(bucket)
             self._advance(entry)
 
     def _arrived_again(self, entry: Entry) -> None:
@@ -195,7 +213,7 @@ class Reducer:
         if self.agenda.learned:
             self._launch_buckets()
         elif self._guard.nonfinite != "allow" and self._scale:
-            self._find_nonfinite((e, e.param.grad) for e in self.entries if e.param.grad is not None)
+            self._spot = spot((e, e.param.grad) for e in self.entries if e.param.grad is not None)
         self._buffers.launch(self.lane, source)
         self._launch_header(micro_batches, flags)
 
@@ -208,17 +226,22 @@ class Reducer:
 
     def finish(self) -> None:
         """Last phase: wait for everything, hand the averages out, or drop the step."""
+        self.logbook.closed = False
+        self.watch.take(self.lane.step)
         headers = self._wait_header()
         self._wait_buckets(headers)
         self._close_record()
-        verdict = step_verdict(self.lane, self._guard, headers, self._names)
-        overflow = self._overflow() if verdict is Verdict.COUNTS else None
+        verdict, why = step_verdict(self.lane, self._guard, headers, self._names, self.findings)
+        strict = verdict is Verdict.COUNTS and self._guard.nonfinite != "allow"
+        overflow = made_by_compression(self.agenda.buckets) if strict else None
         if overflow is not None:
-            verdict = overflown(self.lane, self._guard, overflow)
+            verdict, why = spoiled(self.lane, self._guard, overflow, self.findings)
+        self.watch.hear(headers, self.lane)()
         self.dropped = verdict is not Verdict.COUNTS
         if self.dropped:
             self._drop()
         else:
+            self.findings.counted()
             if not self.agenda.learned and self.lane.groups.rank == 0:
                 warn_if_same_data(headers)
             self._hand_out(headers)
@@ -230,10 +253,10 @@ class Reducer:
         self.agenda.learn(headers, self._arrivals)
         self._begin_step()
         step, self.lane.step = self.lane.place(), self.lane.step + 1
+        self.logbook.closed = True
         self.lane.at(Phase.COMPUTING)
         if verdict is Verdict.RAISES:
-            found = overflow or nonfinite(headers, self._names, self.lane)
-            raise NonFinite(f"{step} {found}; no rank has applied this step")
+            raise NonFinite(f"{step} {why}; no rank has applied this step")
 
     def _launch_buckets(self) -> None:
         for bucket in self.agenda.buckets[self._next :]:
@@ -241,42 +264,59 @@ class Reducer:
         self.shipping.flush()
 
     def _launch(self, bucket: Bucket) -> None:
+        self._launched.append(bucket)
+        self._astray |= bucket.mark != self.agenda.bucket_marks[self._next]
+        if self._astray:  # the header will tell the others
+            self._next += 1
+            return
         bucket.complete(self.marks, self._scale)
-        if self._guard.nonfinite != "allow" and self._nonfinite < 0 and not bool(bucket.flat.sum().isfinite()):
-            self._find_nonfinite((entry, entry.view) for entry in bucket.entries)
+        if self._guard.nonfinite != "allow" and self._spot is NOWHERE and not is_finite(bucket.flat):
+            self._spot = spot((entry, entry.view) for entry in bucket.entries)
         self.lane.at(Phase.BACKWARD, bucket.index)
-        self._tickets.append(self.shipping.launch(bucket.parcel))
+        begun = self.logbook.moment()
+        with span("launch", bucket.index):
+            self._tickets.append(self.shipping.launch(bucket.parcel))
+        self.logbook.left(bucket, self._tickets[-1], begun)
         self._next += 1
 
     def _launch_header(self, micro_batches: int, flags: Flag) -> None:
         for entry in self.entries if not self.agenda.learned else self.agenda.apart:
             if entry.param.grad is not None and entry.param.grad.is_sparse:
                 self.marks[entry.index] |= Mark.SPARSE
-        if self._guard.nonfinite != "allow" and self._nonfinite < 0 and self._scale:
-            self._find_nonfinite((e, e.param.grad) for e in self.agenda.apart if e.param.grad is not None)
+        if self._guard.nonfinite != "allow" and self._spot is NOWHERE and self._scale:
+            self._spot = spot((e, e.param.grad) for e in self.agenda.apart if e.param.grad is not None)
         weight, flags = self.weighting.announced(flags)
         digest = NO_DIGEST if self.agenda.learned else digest_of(self.entries)
         schedule = self.agenda.schedule
-        head = Head(self.lane.step, schedule, weight, self.backwards, self._nonfinite, micro_batches, flags, digest)
+        head = Head(
+            self.lane.step, schedule, weight, self.backwards, self._spot.parameter, micro_batches, flags, digest
+        )
+        vitals, loss_scale = self.watch.announce()
+        head = head._replace(
+            num_nonfinite=self._spot.num_elements, order=self._order(), vitals=vitals, loss_scale=loss_scale
+        )
         self._header = launch_header(self.lane, head, self.marks)
+        self.logbook.header_left()
 
     def _wait_header(self) -> Headers:
         assert self._header is not None
         ticket, rows = self._header
         self.lane.at(Phase.SYNCHRONIZING)
-        self.lane.wait(ticket)
+        with span("wait for the header"):
+            self.lane.wait(ticket)
+        self.logbook.header_came()
         headers = Headers(rows)
-        # Before anything else is waited for: a rank in another call will never send a bucket.
+        # Before anything else is waited for: a rank in another call, or astray, will never send a bucket.
         check_same_call(headers, self.lane.groups.ranks)
+        self._check_order(headers)
         return headers
 
     def _wait_buckets(self, headers: Headers) -> None:
         try:
-            for ticket in self._tickets:
-                self.lane.wait(ticket)
+            self.logbook.wait(self.lane, self._tickets)
         except Cards as error:
             # The headers know better why: another step, another layout.
-            step_verdict(self.lane, self._guard, headers, self._names)
+            check_headers(headers, self._names, self.lane.groups.ranks)
             self.lane.fail()
             raise Disagreement(
                 f"{self.lane.place()} the ranks of this host came to different sums: {'; '.join(error.cards)}"
@@ -316,21 +356,22 @@ class Reducer:
     def _close_record(self) -> None:
         spans = [(t.launched_at, t.finished_at) for t in self._tickets if t.finished_at]
         nbytes = sum(ticket.nbytes for ticket in self._tickets)
+        self.logbook.close()
         self.recorder.finish_step(self.lane.step, spans, nbytes, len(self._tickets), self._held_up_by)
 
-    def _overflow(self) -> str | None:
-        """Where compression made a NaN or Inf of finite gradients: averages are alike, so all ranks find the same."""
-        if self._guard.nonfinite == "allow":
-            return None
-        for bucket in self.agenda.buckets:
-            if bucket.choice.codec is not None and not bool(bucket.flat.sum().isfinite()):
-                for entry in bucket.entries:
-                    if not bool(entry.view.isfinite().all()):
-                        return f"{bucket.choice.label} made NaN or Inf of the average gradient of {entry.name}"
-        return None
+    def _leaving(self) -> list[Bucket]:
+        """The buckets in the order in which this rank launched them, or will after its first header."""
+        return self._launched or self.agenda.buckets
 
-    def _find_nonfinite(self, gradients: Iterable[tuple[Entry, torch.Tensor]]) -> None:
-        for entry, grad in gradients:
-            if not bool(grad.to_dense().isfinite().all()):
-                self._nonfinite = entry.index
-                return
+    def _order(self) -> int:
+        return zlib.crc32(b"".join(bucket.mark for bucket in self._leaving()))
+
+    def _check_order(self, headers: Headers) -> None:
+        if all(head.order == headers.heads[0].order for head in headers.heads):
+            return
+        check_headers(headers, self._names, self.lane.groups.ranks)  # another step or layout says more
+        try:
+            check_order(self.lane, headers, [bucket.describe() for bucket in self._leaving()])
+        except Disagreement as error:
+            self.findings.tell(self.lane.step, "order", str(error))
+            raise

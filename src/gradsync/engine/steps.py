@@ -6,6 +6,7 @@ that every rank takes part in every synchronization, whatever its own backward d
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import warnings
@@ -19,7 +20,8 @@ from gradsync.engine.bucket import Entry
 from gradsync.engine.building import Engine
 from gradsync.engine.census import Census
 from gradsync.engine.hooks import Hooks, queue_callback, recomputing
-from gradsync.engine.witness import Nobody, Witness
+from gradsync.engine.tracing import Tracing
+from gradsync.engine.witness import Both, Nobody, Witness
 from gradsync.errors import BackwardAborted, GradSyncError, NonFinite, PeerFault
 from gradsync.guard.calls import Call, meet
 from gradsync.guard.header import Flag, Head
@@ -37,6 +39,7 @@ class Steps:
         listens: bool,
     ) -> None:
         self.witness: Witness = Nobody()
+        self.tracing: Tracing | None = None
         self.no_sync_depth = 0
         self.unsynchronized = False  # a backward ran under no_sync() since the last synchronization
         self.joining = False
@@ -66,10 +69,20 @@ class Steps:
         self._lane = self.reducer.lane
         self._census.place = self._lane.place
         self.reducer.witness = self.witness
+        if self.tracing is not None:
+            self.tracing.follow(self.reducer)
 
     def tell(self, witness: Witness) -> None:
-        """Let somebody hear of every moment."""
+        """Let somebody hear of every moment, before those who hear of it already."""
+        if not isinstance(self.witness, Nobody):
+            witness = Both(witness, self.witness)
         self.witness = self.reducer.witness = witness
+
+    def trace(self, tracing: Tracing) -> None:
+        """Write down every moment from now on."""
+        self.tracing = tracing
+        tracing.follow(self.reducer)
+        self.tell(tracing)
 
     @property
     def begun(self) -> bool:
@@ -105,29 +118,34 @@ class Steps:
             raise
 
     def before_step(self, optimizer: Optimizer, closure: bool) -> None:
-        """`optimizer.step()` is called: take part in a synchronization that this rank's backward missed."""
+        """`optimizer.step()` is called; with a closure its backward is still to come."""
         self.drop_if_aborted()
+        self._census.check_optimizer(optimizer)
+        self._notice_changes(unheard=True)
+        if not closure:
+            self._before_update(optimizer)
+
+    def closure_ran(self, optimizer: Optimizer) -> None:
+        """Backward has run inside of `step()`, which now applies `.grad`; see [Closures] in hooks.py."""
+        self._before_update(optimizer)
+
+    def after_step(self, optimizer: Optimizer, closure: bool) -> None:
+        """`optimizer.step()` has run."""
+        self.witness.optimizer_ends()
+        with self.failing():
+            self.pace.after_step(optimizer)
+
+    def _before_update(self, optimizer: Optimizer) -> None:
+        """Take part in a synchronization that this rank's backward missed; then `.grad` is applied."""
         if self.unsynchronized:
             raise GradSyncError(
                 f"{self._lane.place()} optimizer.step() would apply gradients that only this rank has: its last "
                 "backward ran under no_sync(). Run the last backward of a step outside of it, or call drain()"
             )
-        self._census.check_optimizer(optimizer)
         with self.failing():
             self.pace.before_step(optimizer)
-        self._notice_changes(unheard=True)
-        if not closure:  # otherwise backward is still to come, inside of step()
-            self._take_part(optimizer)
-            self.witness.optimizer_begins()
-
-    def after_step(self, optimizer: Optimizer, closure: bool) -> None:
-        """`optimizer.step()` has run, and with it its closure: now that its backwards are known, the same."""
-        if closure:
-            self._take_part(optimizer)
-        else:
-            self.witness.optimizer_ends()
-        with self.failing():
-            self.pace.after_step(optimizer)
+        self._take_part(optimizer)
+        self.witness.optimizer_begins()
 
     def _take_part(self, optimizer: Optimizer) -> None:
         if self._seen_backwards[id(optimizer)] == self._num_backwards:
@@ -207,11 +225,14 @@ class Steps:
             if not self.pace.engine_averages:  # the pace has seen to everything
                 self.reducer.forget()
                 self._step_ends()
+                if not self.failed:
+                    self.witness.step_ended()
         if synchronizes:
             synchronize()
 
     def _launch(self) -> None:
         with self.failing():
+            self.reducer.watch.paused = self.joining
             self.reducer.launch_rest(self.pace.micro_batches, self._flags(), self._source())
         queue_callback(self._settle)
 
@@ -244,6 +265,7 @@ class Steps:
         self.pace.before_backward()
         micro_batches = self.pace.micro_batches if self.pace.k > 1 else 1
         with self.failing():
+            self.reducer.watch.paused = self.joining
             self.reducer.launch_rest(micro_batches, flags | self._flags(), self._source())
             self.reducer.settle_first()
         self._finish(in_backward=False)
@@ -291,6 +313,10 @@ class Steps:
     def meet(self, call: Call, word: bytes = bytes(8), flags: Flag = Flag.NONE) -> list[Head]:
         """Wait until every rank is in this call."""
         self._refuse_if_failed()
+        if call is Call.DETACH and sys.exception() is not None:
+            # The others may wait elsewhere, in a collective of their framework: they hear of it, we do not wait.
+            self._lane.fail()
+            raise GradSyncError(f"{self._lane.place()} detached because of an error: nobody is waited for")
         self.drop_if_aborted()
         if call is not Call.DETACH:
             self.witness.border()
@@ -328,6 +354,7 @@ class Steps:
         self.failed = True
         if not isinstance(error, PeerFault):
             self._lane.fail()
+        self.witness.failed(error)
         for entry in self._entries:
             if entry.param.requires_grad:
                 entry.param.grad = None
@@ -353,15 +380,16 @@ class Steps:
         self._census.check_model()
         trainable = [entry.param.requires_grad for entry in self._entries]
         if trainable != self._trainable:
+            assert self._hooks is not None
             for entry, before in zip(self._entries, self._trainable, strict=True):
-                if unheard and entry.param.requires_grad and not before and entry.param.grad is not None:
+                thawed = entry.param.requires_grad and not before and entry.param.grad is not None
+                if unheard and thawed and not self._hooks.hears(entry):
                     raise GradSyncError(
                         f"{self._lane.place()} parameter {entry.name} was thawed and used before gradsync noticed, "
                         "so its gradient is not averaged; call the model itself, not its parts, in the first step after"
                     )
             self._trainable = trainable
             self.reducer.note_trainable()
-            assert self._hooks is not None
             self._hooks.listen(self._entries)
 
     def _notice_late_hooks(self) -> None:

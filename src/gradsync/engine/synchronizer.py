@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -22,6 +23,7 @@ from gradsync.plan import Plan
 from gradsync.transport.lane import Lane
 
 _MAX_WEIGHT = 1e30
+T = TypeVar("T")
 
 
 class GradSync:
@@ -59,6 +61,19 @@ class GradSync:
             yield
         finally:
             self._steps.no_sync_depth -= 1
+
+    @contextmanager
+    def naming_lost(self, what: str = "a collective of others") -> Iterator[None]:
+        """Around code that communicates beside us: its error leaves as `PeerLost` if it comes of a lost rank.
+
+        A process group tells that a connection closed, not whose. `what` is how the message names that code.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if self._attached and self._lane.groups.size > 1 and not isinstance(error, GradSyncError):
+                self._lane.name_lost(what, error)
+            raise
 
     def set_batch_weight(self, weight: float) -> None:
         """How much this rank's gradient counts in this step's mean (its tokens, say); 1 if never called.
@@ -138,6 +153,14 @@ class GradSync:
                 broadcast_optimizer(self._lane, optimizer, source)
             self._steps.pace.reset()
 
+    def data(self, batches: Iterable[T]) -> Iterator[T]:
+        """The same batches; with a trace, the time that each takes to come is known exactly as the step's input.
+
+        for x, y in sync.data(loader):
+        """
+        tracing = self._steps.tracing
+        return iter(batches) if tracing is None else tracing.tracer.data(batches)
+
     def drain(self) -> bool:
         """Bring to an end what is under way, on every rank; True if `.grad` holds something for one more step.
 
@@ -186,6 +209,8 @@ class GradSync:
         if self._steps.pace.engine_averages:
             stats["sent_nbytes"] = sent_nbytes
         stats["predicted_step_s"] = None if self._pilot is None else self._pilot.predicted_s
+        stats["link_bandwidth"] = None if self._pilot is None else self._pilot.link_bandwidth
+        stats |= self._reducer.findings.stats()
         return stats | self._reducer.shipping.tally.stats() | self._steps.pace.stats()
 
     def residuals(self) -> dict[str, torch.Tensor]:
@@ -223,8 +248,8 @@ class GradSync:
         if not self._attached:
             return
         self._attached = False
-        if self._pilot is not None:
-            self._pilot.close()
+        if self._steps.tracing is not None:
+            self._steps.tracing.close()
         self._steps.close()
         together = not self._steps.failed and self._said_goodbye()
         self._steps.pace.close(together)

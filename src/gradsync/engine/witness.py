@@ -1,6 +1,6 @@
-"""Who hears of the moments of a step: `gs.auto()` takes their times, and switches plans between two of them.
+"""Who hears of the moments of a step: `gs.auto()`, which switches plans between two of them, and the trace.
 
-border ─▶ forward_begins ─▶ backward_begins ─▶ arrived … ─▶ backward_ends ─▶ synchronized
+border ─▶ forward_begins ─▶ backward_begins ─▶ arrived … ─▶ backward_ends ─▶ synchronized, or step_ended
                                                                              ─▶ optimizer_begins, optimizer_ends
 """
 
@@ -27,8 +27,13 @@ class Witness(Protocol):
     def synchronized(self, counts: bool) -> None:
         """The gradients are averaged; `counts` False: without a backward of this rank, or they were dropped."""
 
+    def step_ended(self) -> None:
+        """The same, where a pace averages something else than gradients, or later."""
+
     def optimizer_begins(self) -> None: ...
     def optimizer_ends(self) -> None: ...
+    def failed(self, error: BaseException) -> None:
+        """Nothing more will be synchronized."""
 
 
 class Nobody:
@@ -40,5 +45,54 @@ class Nobody:
     def arrived(self, index: int) -> None: ...
     def backward_ends(self) -> None: ...
     def synchronized(self, counts: bool) -> None: ...
+    def step_ended(self) -> None: ...
     def optimizer_begins(self) -> None: ...
     def optimizer_ends(self) -> None: ...
+    def failed(self, error: BaseException) -> None: ...
+
+
+class Both:
+    """Two witnesses, told in this order."""
+
+    def __init__(self, first: Witness, second: Witness) -> None:
+        self._first, self._second = first, second
+
+    def border(self) -> None:
+        self._first.border()
+        self._second.border()
+
+    def forward_begins(self) -> None:
+        self._first.forward_begins()
+        self._second.forward_begins()
+
+    def backward_begins(self) -> None:
+        self._first.backward_begins()
+        self._second.backward_begins()
+
+    def arrived(self, index: int) -> None:
+        self._first.arrived(index)
+        self._second.arrived(index)
+
+    def backward_ends(self) -> None:
+        self._first.backward_ends()
+        self._second.backward_ends()
+
+    def synchronized(self, counts: bool) -> None:
+        self._first.synchronized(counts)
+        self._second.synchronized(counts)
+
+    def step_ended(self) -> None:
+        self._first.step_ended()
+        self._second.step_ended()
+
+    def optimizer_begins(self) -> None:
+        self._first.optimizer_begins()
+        self._second.optimizer_begins()
+
+    def optimizer_ends(self) -> None:
+        self._first.optimizer_ends()
+        self._second.optimizer_ends()
+
+    def failed(self, error: BaseException) -> None:
+        self._first.failed(error)
+        self._second.failed(error)

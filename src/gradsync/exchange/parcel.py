@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
-from gradsync.compress.blocks import Span
+from gradsync.compress.blocks import Span as Stretch
 from gradsync.compress.choice import EXACT, Choice, Param
+from gradsync.trace.tally import Span
 
 
 class Item(NamedTuple):
@@ -25,8 +27,8 @@ class Item(NamedTuple):
         return Param(self.name, tuple(self.shape[dim] for dim in order))
 
     @property
-    def span(self) -> Span:
-        return Span(self.name, self.start, self.param.numel)
+    def span(self) -> Stretch:
+        return Stretch(self.name, self.start, self.param.numel)
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """Its part of `flat`, in the parameter's own shape."""
@@ -43,12 +45,13 @@ class Parcel:
         self.choice = choice
         self.residual: torch.Tensor | None = None  # what was not sent yet: fp32, laid out as `flat`
         self.factors: dict[str, torch.Tensor] = {}  # PowerSGD's Q, by parameter: where the next step begins
+        self.spans: list[Span] = []  # what its compressor did on this journey, and when
 
     @property
     def nbytes(self) -> int:
         return self.flat.numel() * self.flat.element_size()
 
-    @property
+    @cached_property
     def raw_nbytes(self) -> int:
         """What its gradients take, without the gaps between them."""
         return sum(item.param.numel for item in self.items) * self.flat.element_size()

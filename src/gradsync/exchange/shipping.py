@@ -143,6 +143,7 @@ class Shipping:
             plain = Plain(parcel, self._everybody)
             return self._send(parcel, plain.go(step), parcel.nbytes, step)
         account = self.tally.account(parcel.choice.label)
+        parcel.spans = []
         account.sent(step, route.way, parcel.raw_nbytes, parcel.payload_nbytes, route.sent_nbytes)
         journey = route.go(step)
         if self._audit_every is not None and step % self._audit_every == 0:

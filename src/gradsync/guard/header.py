@@ -1,8 +1,9 @@
 """The step header: a few bytes that travel with every synchronization and make it safe.
 
-One fixed head and one byte of marks per parameter, from every rank to every rank. It serves unused
-parameters, the weighted mean, join, the no_sync mismatch, later freezing, sparsity and the NaN vote.
-Its length is fixed at attach, so it can never abort a transport, whatever state a rank is in.
+One fixed head and one byte of marks per parameter, from every rank to every rank. It serves unused parameters, the
+weighted mean, join, the no_sync mismatch, later freezing, sparsity, the NaN vote, the order of the buckets, and the
+comparison of replicas and loss scales. Its length is fixed at attach, so it can never abort a transport, whatever
+state a rank is in.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import torch
 
 from gradsync.errors import Disagreement, listed
 
-_HEAD = struct.Struct("<qQdiiiI8si")
+_HEAD = struct.Struct("<qQdiiiI8siqQ8sd")
 HEAD_NBYTES = _HEAD.size
+NO_VITALS = bytes(8)
 
 
 class Mark:
@@ -52,6 +54,10 @@ class Head(NamedTuple):
     flags: int
     digest: bytes  # of the first step's local gradients, zeros later; in other calls, a word of theirs
     call: int = 0  # what ranks meet for; see `calls`
+    num_nonfinite: int = 0  # elements of that first parameter that are NaN or Inf
+    order: int = 0  # hash of the buckets as this rank launches them
+    vitals: bytes = NO_VITALS  # digest of a part of its replica
+    loss_scale: float = 0.0  # its GradScaler's; 0: it has none, or cannot say yet
 
 
 class Headers:

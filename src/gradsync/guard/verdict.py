@@ -6,9 +6,12 @@ import enum
 import warnings
 
 from gradsync.errors import listed
+from gradsync.guard.findings import Findings, Found
 from gradsync.guard.header import Flag, Headers, check_headers
 from gradsync.policy import Guard
 from gradsync.transport.lane import Lane
+
+_SHOWN = 3  # ranks in a sentence
 
 
 class Verdict(enum.Enum):
@@ -19,33 +22,54 @@ class Verdict(enum.Enum):
     RAISES = enum.auto()  # dropped, and everybody is told by an exception
 
 
-def step_verdict(lane: Lane, guard: Guard, headers: Headers, names: list[str]) -> Verdict:
-    """The verdict; if the ranks are not in the same step at all, every rank raises `Disagreement`."""
+def step_verdict(
+    lane: Lane, guard: Guard, headers: Headers, names: list[str], findings: Findings
+) -> tuple[Verdict, str]:
+    """The verdict, and what an exception has to say.
+
+    If the ranks are not in the same step at all, every rank raises `Disagreement`.
+    """
     ranks = lane.groups.ranks
     if aborted := headers.flagged(Flag.ABORTED):
         who = listed([ranks[rank] for rank in aborted])
         warnings.warn(
             f"{lane.place()} backward did not finish on {who}: the batch is skipped on every rank", stacklevel=2
         )
-        return Verdict.DROPPED
+        return Verdict.DROPPED, ""
     check_headers(headers, names, ranks)
-    found = nonfinite(headers, names, lane)
+    found = nonfinite(headers, names, ranks)
     if found is None or guard.nonfinite == "allow":
-        return Verdict.COUNTS
-    return overflown(lane, guard, found)
+        return Verdict.COUNTS, ""
+    return spoiled(lane, guard, found, findings)
 
 
-def overflown(lane: Lane, guard: Guard, found: str) -> Verdict:
-    """What a NaN or Inf comes to, where the guard allows none; `found` says where it is."""
+def spoiled(lane: Lane, guard: Guard, found: Found, findings: Findings) -> tuple[Verdict, str]:
+    """What a NaN or Inf comes to, where the guard allows none; and what an exception has to say."""
+    findings.tell(lane.step, "nonfinite", found.text, found.ranks, found.parameter, found.num_elements)
     if guard.nonfinite == "raise":
-        return Verdict.RAISES
-    warnings.warn(f"{lane.place()} {found}: the step is skipped on every rank", stacklevel=3)
-    return Verdict.DROPPED
+        return Verdict.RAISES, found.text
+    if findings.skipped(lane.step, found):
+        report = findings.report()
+        findings.tell(lane.step, "skips", report, found.ranks, found.parameter, findings.skipped_steps)
+        return Verdict.RAISES, report
+    warnings.warn(f"{lane.place()} {found.text}: the step is skipped on every rank", stacklevel=3)
+    return Verdict.DROPPED, ""
 
 
-def nonfinite(headers: Headers, names: list[str], lane: Lane) -> str | None:
-    """Where a NaN or Inf was found, as part of a sentence."""
-    for rank, head in enumerate(headers.heads):
-        if head.nonfinite >= 0:
-            return f"rank {lane.groups.ranks[rank]} has NaN or Inf in the gradient of {names[head.nonfinite]}"
-    return None
+def nonfinite(headers: Headers, names: list[str], ranks: tuple[int, ...]) -> Found | None:
+    """Where a NaN or Inf is, if anywhere: on which ranks, the first parameter of each, and how many elements of it."""
+    found = [(rank, head) for rank, head in zip(ranks, headers.heads, strict=True) if head.nonfinite >= 0]
+    if not found:
+        return None
+    parts = [
+        f"rank {rank} has NaN or Inf in the gradient of {names[head.nonfinite]}{_counted(head.num_nonfinite)}"
+        for rank, head in found[:_SHOWN]
+    ]
+    more = [rank for rank, _ in found[_SHOWN:]]
+    text = ", ".join(parts) + (f", and so have {listed(more)}" if more else "")
+    first = found[0][1]
+    return Found(text, [rank for rank, _ in found], names[first.nonfinite], first.num_nonfinite or None)
+
+
+def _counted(count: int) -> str:
+    return "" if not count else f" ({count} element{'s' if count > 1 else ''})"

@@ -50,7 +50,7 @@ def open_hook(plan: Plan, ddp: DistributedDataParallel, guard: Guard | None, alw
     try:
         _check_plan(plan)
         _check_guard(guard)
-        inventory = take_inventory(ddp.module, (), _ignored(ddp))
+        inventory = take_inventory(ddp.module, (), ignored_by(ddp))
         _refuse_sparse(inventory)
     except (TypeError, ValueError) as error:
         if dist.get_world_size(parent) == 1:
@@ -111,7 +111,7 @@ def _refuse_sparse(inventory: Inventory) -> None:
             )
 
 
-def _ignored(ddp: DistributedDataParallel) -> list[torch.Tensor]:
+def ignored_by(ddp: DistributedDataParallel) -> list[torch.Tensor]:
     """What DDP leaves alone too."""
     module = ddp.module
     named = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))

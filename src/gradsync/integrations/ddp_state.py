@@ -30,8 +30,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsync.compress import recipes
 from gradsync.engine.bucket import Entry
-from gradsync.engine.checkpoint import Arrangement, Part, Saved, Shared, State, add_up, fitting, flatten
-from gradsync.engine.handover import changes, receive
+from gradsync.engine.checkpoint import (
+    Arrangement,
+    Part,
+    Saved,
+    Shared,
+    State,
+    add_up,
+    fitting,
+    flatten,
+    flatten_part,
+    flatten_shared,
+)
+from gradsync.engine.handover import changes, gather, receive
 from gradsync.engine.hooks import in_backward, queue_callback
 from gradsync.engine.opening import Opened
 from gradsync.errors import Disagreement, GradSyncError, PeerFault
@@ -152,16 +163,26 @@ class DDPState:
         """What compression has not sent yet, by parameter: this rank's share of the mean. Copies."""
         return {name: residual.clone() for name, residual in self._shipping.kept().residuals.items()}
 
-    def state_dict(self) -> State:
+    def state_dict(self, *, all_ranks: bool = False) -> State:
         """What a resumed run needs beside model and optimizer: a flat dict of tensors, local, without communication.
 
-        Each rank saves its own. It has the form of `GradSync.state_dict()`, and either takes the other's.
+        Each rank saves its own. It has the form of `GradSync.state_dict()`, and either takes the other's. With
+        `all_ranks` every rank must call it; rank 0 gets the state of all, in host memory, the others an empty dict.
         """
+        if all_ranks:
+            self._refuse_if_over()
+            with self._failing():
+                compare(self._lane, "state_dict(all_ranks=True)")
+                (rank, part), *_ = (saved := self._saved()).parts.items()
+                return gather(self._lane, flatten_shared(saved), flatten_part(rank, part))
+        return flatten(self._saved())
+
+    def _saved(self) -> Saved:
         kept, size = self._shipping.kept(), self._lane.groups.size
         # DDP learns its own order anew in every run.
         arrangement = Arrangement(list(reversed(self._shapes)), [], learned=False)
         shared = Shared(self._lane.step, size, 1.0, 0, self._recipe, arrangement)
-        return flatten(Saved(shared, kept.factors, {self._lane.groups.rank: Part(kept.residuals, {}, 0)}))
+        return Saved(shared, kept.factors, {self._lane.groups.rank: Part(kept.residuals, {}, 0)})
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Continue from `state_dict()`; every rank calls it, between two steps, with what it has: its own, or all."""

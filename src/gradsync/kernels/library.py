@@ -91,6 +91,7 @@ def _declare(library: ctypes.CDLL) -> None:
         ("sum", None, c_void_p, c_int, c_void_p, c_int, c_uint64, c_int, c_double),
         ("encode_blocks", None, *[c_int] * 4, *[c_void_p] * 3, c_uint64, c_void_p, c_uint32),
         ("decode_blocks", None, c_int, c_int, c_void_p, c_int, c_uint64, c_void_p, c_uint64, c_void_p),
+        ("digest", c_uint64, c_void_p, c_uint64),
         ("project", c_int, *[c_void_p] * 4, *[c_uint64] * 3),
         ("project_back", c_int, *[c_void_p] * 3, *[c_uint64] * 3),
         ("restore", c_int, *[c_void_p] * 5, *[c_uint64] * 3),

@@ -20,6 +20,8 @@ def check_backend(backend: str) -> None:
     if len(pairs) > 1 and not all(device for device, _, _ in pairs):
         raise ValueError(f"backend {backend!r} must name a device for each, such as 'cpu:gloo,cuda:nccl'")
     for _, _, name in pairs:
+        if name == "gradsync" and name not in choices:
+            raise ValueError(f"backend {backend!r} is not registered in this process: import gradsync.backend first")
         if name not in choices:
             raise ValueError(
                 f"backend must be one of {', '.join(choices)}, or device:backend pairs of them such as "

@@ -12,10 +12,12 @@ also knows the hosts.
 Note [Step before job]
 ----------------------
 SLURM describes a job (what was allocated) and, inside srun, a step (what was started). Only a step's
-tasks are processes, so `SLURM_STEP_NUM_TASKS` decides: `srun -n 1` in a job of 8 tasks is one rank.
+tasks are processes, so `SLURM_STEP_NUM_TASKS` decides: `srun -n 1` in a job of 8 tasks is one rank, and so is the
+shell that `srun --pty bash` or a cluster's `salloc` opens. A step of several components (`srun a : b`) is one too:
+its number of tasks and its hosts are those of all components.
 Without a step there are two cases.
-- `SLURM_PROCID` is set: the batch script itself, which is task 0 of a job that announced `SLURM_NTASKS`
-  tasks. The other tasks were never started, so a group cannot form: an error at once, with `srun` as the
+- `SLURM_PROCID` is set: the batch script itself, which is task 0 of a job that announced more of them (see
+  `_announced_tasks`). The other tasks were never started, so a group cannot form: an error at once, with `srun` as the
   way out, rather than one model that trains on an eighth of the allocation.
 - it is not: a shell of `salloc`, or `ssh` to a node of the job. Whoever types `python train.py` there
   starts one process and sees that; it is one rank.
@@ -27,6 +29,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
+from math import prod
 
 from gradsync.errors import LaunchError
 from gradsync.launch.nodelist import expand_hosts
@@ -212,13 +215,25 @@ def _slurm_master(env: Mapping[str, str]) -> str:
 
 def _refuse_batch_script(env: Mapping[str, str]) -> None:
     """See Note [Step before job]."""
-    num_tasks = _number(env, "SLURM_NTASKS") if "SLURM_NTASKS" in env else 1
+    num_tasks, told = _announced_tasks(env)
     if num_tasks > 1:
         raise LaunchError(
-            f"SLURM's job announced {num_tasks} tasks (SLURM_NTASKS), but this process was not started by "
+            f"SLURM's job announced {num_tasks} tasks ({told}), but this process was not started by "
             "srun, so the others do not run: start with `srun python ...`, "
-            "or with `srun -n 1 python ...` for one rank"
+            "or with `srun -N 1 -n 1 python ...` for one rank"
         )
+
+
+def _announced_tasks(env: Mapping[str, str]) -> tuple[int, str]:
+    """How many tasks `srun` would start, and which variables say so.
+
+    SLURM_NTASKS is set where `--ntasks` was given; without it there are `--ntasks-per-node`, or one, on each node.
+    SLURM_TASKS_PER_NODE is always set, but without either option it may count a node's cores.
+    """
+    if "SLURM_NTASKS" in env:
+        return _number(env, "SLURM_NTASKS"), "SLURM_NTASKS"
+    told = [name for name in ("SLURM_JOB_NUM_NODES", "SLURM_NTASKS_PER_NODE") if name in env]
+    return prod(_number(env, name) for name in told), " times ".join(told)
 
 
 def _port(env: Mapping[str, str], job: str) -> int:

@@ -10,7 +10,7 @@ So what a loop does to `.grad` counts, and after `step()` the parameters are the
 from __future__ import annotations
 
 import contextlib
-import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -91,10 +91,17 @@ class Async(Pace):
         self._taken.clear()
         self._check_finite()
         self._due.clear()
-        self._is_level = False
+        self._is_level = self._site.lane.groups.size == 1
         self._workers.push()
-        self._workers.pull()
+        self._read()
         self._site.lane.step = self._workers.clock
+
+    def _read(self) -> None:
+        """Wait as the bound on staleness says, and record it."""
+        begun = time.perf_counter()
+        self._site.recorder.start_waiting(on_device=False)
+        self._workers.pull()
+        self._site.recorder.finish_step(self._workers.clock, [(begun, time.perf_counter())], 0, 0, None)
 
     def _check_finite(self) -> None:
         if self._site.guard.nonfinite == "allow":
@@ -106,9 +113,6 @@ class Async(Pace):
     # With all ranks
 
     def before_meeting(self, call: Call) -> None:
-        if call is Call.DETACH and sys.exception() is not None:
-            self._site.lane.fail()
-            raise GradSyncError(f"{self._site.lane.place()} detached because of an error: nobody is waited for")
         if call in _LEVELLED and not self._is_level:
             self.drain()
 

@@ -5,12 +5,15 @@ It may be under way, or have landed and wait; what is saved has landed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from gradsync.errors import Disagreement
 from gradsync.exchange.fleet import Ship
+from gradsync.guard.findings import Found
 from gradsync.guard.header import Headers, Mark
-from gradsync.guard.verdict import Verdict, nonfinite, overflown, step_verdict
+from gradsync.guard.verdict import Verdict, spoiled, step_verdict
 from gradsync.pace.contract import Site, State
 from gradsync.pace.passage import Passage, first_nonfinite, land
 
@@ -25,6 +28,7 @@ class Average:
         self.scale = scale  # a GradScaler's, when the gradients were made
         self.used = bytes(len(views))  # 1 where any rank had a gradient
         self.found = ""  # where a NaN or Inf is that must be raised
+        self.afterwards: Callable[[], None] = _nothing  # what all ranks do about replicas that differ
         self._fate = _COUNTS
         self._passage = passage
 
@@ -40,17 +44,17 @@ class Average:
         passage, self._passage = self._passage, None
         headers = land(site, passage)
         _check_scales(headers, site)
+        self.afterwards = site.watch.hear(headers, site.lane)
         self.used = headers.any(Mark.USED)
         names = [name for name, _ in site.parameters]
-        verdict, at = step_verdict(site.lane, site.guard, headers, names), -1
-        if verdict is Verdict.RAISES:
-            at = next(head.nonfinite for head in headers.heads if head.nonfinite >= 0)
-            self.found = nonfinite(headers, names, site.lane) or ""
-        elif verdict is Verdict.COUNTS and (at := _overflow(passage.ship, site)) >= 0:
+        verdict, self.found = step_verdict(site.lane, site.guard, headers, names, site.findings)
+        at = next((head.nonfinite for head in headers.heads if head.nonfinite >= 0), -1)
+        if verdict is Verdict.COUNTS and (at := _overflow(passage.ship, site)) >= 0:
             overflow = f"compression made NaN or Inf of the average gradient of {names[at]}"
-            verdict = overflown(site.lane, site.guard, overflow)
-            self.found = overflow if verdict is Verdict.RAISES else ""
-        self._fate = _DROPPED if verdict is Verdict.DROPPED else at
+            verdict, self.found = spoiled(site.lane, site.guard, Found(overflow, [], names[at], None), site.findings)
+        if verdict is Verdict.COUNTS:
+            site.findings.counted()
+        self._fate = {Verdict.COUNTS: _COUNTS, Verdict.DROPPED: _DROPPED, Verdict.RAISES: at}[verdict]
 
     def leave(self, ship: Ship, site: Site) -> None:
         """Make room, if it lies in this ship: so many wait only after a run with a smaller k took them over."""
@@ -83,6 +87,9 @@ class Average:
         if average._fate >= 0:
             average.found = f"a rank had NaN or Inf in the gradient of {site.parameters[average._fate][0]}"
         return average
+
+
+def _nothing() -> None: ...
 
 
 def _check_scales(headers: Headers, site: Site) -> None:

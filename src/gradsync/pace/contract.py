@@ -13,7 +13,7 @@ Note [The clock]
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import NamedTuple, Protocol
 
@@ -23,6 +23,8 @@ from torch.optim import Optimizer
 from gradsync.exchange.exact import Exact
 from gradsync.exchange.shipping import Shipping
 from gradsync.guard.calls import Call
+from gradsync.guard.findings import Findings
+from gradsync.guard.header import Headers
 from gradsync.policy import Guard
 from gradsync.trace import Recorder
 from gradsync.transport.lane import Lane
@@ -39,6 +41,14 @@ class Travellers(Protocol):
     def finish(self, lane: Lane) -> None: ...
 
 
+class Watch(Protocol):
+    """Over the replicas, for paces that keep them equal: what a header says of this one, and what is heard."""
+
+    def announce(self) -> tuple[bytes, float]: ...
+    def take(self, step: int) -> None: ...
+    def hear(self, headers: Headers, lane: Lane) -> Callable[[], None]: ...
+
+
 class Site(NamedTuple):
     """What a pace works on; the same on every rank."""
 
@@ -53,6 +63,8 @@ class Site(NamedTuple):
     num_marks: int  # parameters that the header counts
     indices: count[int]  # for parcels
     recorder: Recorder
+    findings: Findings
+    watch: Watch
 
 
 class Saved(NamedTuple):

@@ -137,7 +137,9 @@ class Late(Pace):
         self._begun = False
         flags = Flag.ABORTED if aborted else Flag.NONE
         scale = self._scaling.now()
-        passage = depart(self._site, self._fleet, ship, scale, flags, clock=self._clock, marks=marks)
+        vitals, _ = self._site.watch.announce()
+        passage = depart(self._site, self._fleet, ship, scale, flags, clock=self._clock, marks=marks, vitals=vitals)
+        self._site.watch.take(passage.number)
         self._averages.append(Average(ship.views, scale, passage))
         self._take_away()
 
@@ -163,6 +165,7 @@ class Late(Pace):
         """The oldest average becomes `.grad`; False if it came to nothing."""
         average = self._averages.popleft()
         average.land(self._site)
+        average.afterwards()
         self.dropped = average.dropped
         if average.found:
             raise NonFinite(f"{self._site.lane.place()} {average.found}; no rank has applied this average")

@@ -20,6 +20,7 @@ exact mean Σ x / Σ ω on every rank, and all buffers rank 0's: a run ends with
 from __future__ import annotations
 
 import math
+import time
 
 import torch
 import torch.distributed as dist
@@ -91,9 +92,11 @@ class Gossip(AfterStep):
 
     @torch.no_grad()
     def _act(self) -> None:
-        lane = self._site.lane
+        lane, recorder = self._site.lane, self._site.recorder
         self._due.clear()
         lane.at(Phase.SYNCHRONIZING)
+        recorder.start_waiting(on_device=False)
+        begun = time.perf_counter()
         kept = self._weight / 2
         self._fill(kept)
         checks = self._site.guard.nonfinite != "allow"
@@ -103,6 +106,9 @@ class Gossip(AfterStep):
         self._distance = math.hypot(*gaps) / norm if (norm := math.hypot(*norms)) else math.hypot(*gaps)
         self._weight = kept + brought
         self._empty(self._weight)
+        nbytes = sum(parcel.flat.nbytes for parcel in self._ship.parcels)
+        spans = [(begun, time.perf_counter())]
+        recorder.finish_step(self._round, spans, nbytes, len(self._ship.parcels), None, nbytes)
         self._round += 1
         self._num_exchanges += 1
         lane.step += 1

@@ -12,7 +12,7 @@ import torch
 from gradsync.errors import Disagreement, NonFinite, listed
 from gradsync.exchange.fleet import Fleet, Ship
 from gradsync.guard.calls import Call, check_same_call, launch_header
-from gradsync.guard.header import Flag, Head, Headers
+from gradsync.guard.header import NO_VITALS, Flag, Head, Headers
 from gradsync.pace.contract import Site
 from gradsync.transport.page import Phase
 from gradsync.transport.tickets import Ticket
@@ -36,17 +36,18 @@ def depart(
     with_buffers: bool = False,
     clock: int = 0,
     marks: bytearray | None = None,
+    vitals: bytes = NO_VITALS,
 ) -> Passage:
     """Launch what the ship holds; it was divided by the number of ranks already, so that the sum is a mean.
 
     `clock` is the pace's, which must be the same on every rank: see [The clock] in `contract`.
-    `marks` is what the header says of the parameters.
+    `marks` is what the header says of the parameters, and `vitals` of the replica.
     """
     lane = site.lane
     lane.at(Phase.SYNCHRONIZING)
     nonfinite = -1 if site.guard.nonfinite == "allow" else first_nonfinite(ship)
     tickets = fleet.launch(ship)
-    head = Head(lane.step, 0, weight, clock, nonfinite, 1, flags, bytes(8), Call.AVERAGE)
+    head = Head(lane.step, 0, weight, clock, nonfinite, 1, flags, bytes(8), Call.AVERAGE, vitals=vitals)
     header = launch_header(lane, head, bytearray(site.num_marks) if marks is None else marks)
     if with_buffers:  # after the header, which may go by the same channel: a rank in another call expects one first
         site.buffers.launch(lane, 0)

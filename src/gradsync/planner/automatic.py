@@ -62,7 +62,7 @@ def auto(
             briefly at attach.
         steps: How many steps are timed before the choice.
         recheck_every: After so many synchronizations the measured step is compared with the predicted one.
-        save: A folder for cluster.toml, profile.toml, plan.toml and the measured steps; see docs/auto.md.
+        save: A folder for cluster.toml, profile.toml, plan.toml and a trace of the steps; see docs/auto.md.
 
     >>> auto(allow="exact").canonical()["allow"]
     'exact'

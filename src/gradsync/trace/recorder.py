@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from statistics import median
 
 import torch
+
+from gradsync.trace.timers import Moment
 
 
 @dataclass(slots=True)
@@ -24,6 +26,7 @@ class StepRecord:
     num_buckets: int = 0
     sent_nbytes: int = 0  # what it put on a network for that, where the recorder was told
     held_up_by: str | None = None  # the parameter for which full buckets had to wait
+    waited: tuple[Moment, Moment] | None = None  # when it began to wait, and stopped
     device: tuple[torch.cuda.Event, torch.cuda.Event] | None = field(default=None, repr=False)
 
 
@@ -36,6 +39,7 @@ class Recorder:
         self._wait_start: float | None = None
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self.count = 0
+        self.told: Callable[[StepRecord], None] = _nobody  # of every record, when it is closed
 
     def start_waiting(self, on_device: bool) -> None:
         """Backward has computed everything: from here on, time is exposed.
@@ -59,18 +63,21 @@ class Recorder:
     ) -> None:
         """The gradients are averaged: close the record."""
         now = time.perf_counter()
-        waited = now - (self._wait_start if self._wait_start is not None else now)
+        waited_from = self._wait_start if self._wait_start is not None else now
+        waited = now - waited_from
         step_s = now - self._last_end
         record = StepRecord(step, step_s, 0.0, _union(spans), waited, nbytes, num_buckets, sent_nbytes, held_up_by)
         record.compute_s = record.step_s - waited
+        record.waited = (waited_from, now)
         if self._events is not None:
             self._events[1].record()
-            record.device = self._events
+            record.waited = record.device = self._events
             self._events = None
         self._records.append(record)
         self._last_end = now
         self._wait_start = None
         self.count += 1
+        self.told(record)
 
     def records(self) -> list[StepRecord]:
         """The last steps, oldest first; times on a device are filled in where they are known."""
@@ -95,6 +102,9 @@ class Recorder:
         result["held_up_by"] = held_up.most_common(1)[0][0] if held_up else None
         result["held_up_steps"] = sum(held_up.values())
         return result
+
+
+def _nobody(_: StepRecord) -> None: ...
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> float:

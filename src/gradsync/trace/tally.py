@@ -8,8 +8,19 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
+
+from gradsync.trace.timers import Moment
+
+
+class Span(NamedTuple):
+    """Something that a bucket's compressor did in a step: encode_s or decode_s."""
+
+    what: str
+    start: Moment
+    stop: Moment
 
 
 @dataclass(slots=True)
@@ -37,18 +48,21 @@ class Account:
         self.settle()  # else events would pile up where nobody asks for stats
 
     @contextmanager
-    def timing(self, what: str, device: torch.device) -> Iterator[None]:
-        """Take the time of what happens inside: on the host, or on a device without waiting for it."""
+    def timing(self, what: str, device: torch.device, spans: list[Span]) -> Iterator[None]:
+        """Take the time of what happens inside, for `spans` too: on the host, or on a device without waiting."""
         if device.type == "cuda":
             first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             first.record()
             yield
             last.record()
             self.events.append((what, first, last))
+            spans.append(Span(what, first, last))
             return
         begun = time.perf_counter()
         yield
-        self._add(what, time.perf_counter() - begun)
+        ended = time.perf_counter()
+        spans.append(Span(what, begun, ended))
+        self._add(what, ended - begun)
 
     def settle(self) -> None:
         """Add the times of the device that are known by now."""

@@ -15,7 +15,7 @@ from gradsync.transport.lane import Lane
 
 _PINGS = 7
 _LOADS = 3  # the first one empties whatever lets a burst through at full speed, a cloud's token bucket say
-_LOAD_NBYTES = 1 << 20
+LOAD_NBYTES = 1 << 20
 _TAG = (1 << 31) - 1  # no round of any bucket: those count from 0
 _FIGURES = struct.Struct("<dd")
 
@@ -47,11 +47,11 @@ def measure_pairs(lane: Lane, pairs: Sequence[tuple[int, int]]) -> list[Link]:
 
 def _ask(channel: Channel, peer: int) -> tuple[float, float]:
     """Latency and bandwidth: half of a ping's way there and back, and what a load takes longer than that."""
-    ping, load = torch.zeros(1, dtype=torch.uint8), torch.zeros(_LOAD_NBYTES, dtype=torch.uint8)
+    ping, load = torch.zeros(1, dtype=torch.uint8), torch.zeros(LOAD_NBYTES, dtype=torch.uint8)
     pings = [_there_and_back(channel, peer, ping, ping) for _ in range(_PINGS)]
     latency_s = median(pings) / 2
     loads = [_there_and_back(channel, peer, load, ping) for _ in range(_LOADS)]
-    return latency_s, _LOAD_NBYTES / max(min(loads[1:]) - 2 * latency_s, 1e-9)
+    return latency_s, LOAD_NBYTES / max(min(loads[1:]) - 2 * latency_s, 1e-9)
 
 
 def _there_and_back(channel: Channel, peer: int, out: torch.Tensor, back: torch.Tensor) -> float:
@@ -62,7 +62,7 @@ def _there_and_back(channel: Channel, peer: int, out: torch.Tensor, back: torch.
 
 
 def _answer(channel: Channel, peer: int) -> None:
-    ping, load = torch.zeros(1, dtype=torch.uint8), torch.zeros(_LOAD_NBYTES, dtype=torch.uint8)
+    ping, load = torch.zeros(1, dtype=torch.uint8), torch.zeros(LOAD_NBYTES, dtype=torch.uint8)
     for message in [ping] * _PINGS + [load] * _LOADS:
         channel.recv(message, peer, _TAG).wait()
         channel.send(ping, peer, _TAG).wait()

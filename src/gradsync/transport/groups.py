@@ -125,6 +125,7 @@ class Groups(NamedTuple):
     control: Channel
     data: dict[str, Channel]
     wires: set[tuple[int, str]]  # their connections
+    store: Store | None = None  # where ranks of other hosts leave word; None: the default group's
 
     def add_data(self, parent: dist.ProcessGroup, device_types: list[str], timeout: float) -> None:
         """Make the channels for tensors of these kinds; every member must call this with the same ones."""

@@ -74,7 +74,10 @@ class Lane:
         self.boards = True  # whether messages to all go by the team's boards, on which one must be read before the next
         self.has_library = True  # the C library, on every rank
         self.lacks = ""  # why there is no team though ranks share a host
+        self.more_time = "gs.Guard(timeout=seconds)"  # what a user would write
         self.describe: Callable[[int], str] = lambda bucket: f"bucket {bucket}"
+        self.noticed: Callable[[str, list[int]], None] = _ignore  # told of every long wait, and for whom
+        self.stuck_bucket: int | None = None  # what was under way when this rank gave up
         # At exit: a collective that fails after the interpreter is gone would crash the process.
         self._end = weakref.finalize(self, _abandon, self._under_way, groups, self._house, self._couriers, os.getpid())
 
@@ -188,10 +191,13 @@ class Lane:
         self.run(lambda: self.groups.control.gather(rows, row), what)
         return [bytes(each.numpy()) for each in rows]
 
-    def wait(self, ticket: Ticket) -> None:
-        """Return when the ticket's work has completed (nccl: when the stream will wait for it)."""
+    def wait(self, ticket: Ticket, timeout: float | None = None) -> None:
+        """Return when the ticket's work has completed (nccl: when the stream will wait for it).
+
+        `timeout` in seconds, where it is not the lane's own.
+        """
         if ticket.on_host and not ticket.landed(ticket.patience_s):
-            self._sleep_until(ticket)
+            self._sleep_until(ticket, self._timeout if timeout is None else timeout)
         try:
             ticket.settle()
         except RuntimeError as error:
@@ -224,6 +230,13 @@ class Lane:
         """Say that this rank has given up, and because of whom."""
         self.liveness.at(self.step, Phase.FAILED, culprits=culprits)
 
+    def name_lost(self, what: str, error: RuntimeError) -> None:
+        """Others' collective failed: raise `PeerLost` if a rank is gone, else return, after two seconds at most."""
+        culprits, sights = self.liveness.investigate()
+        gone = [rank for rank in culprits if rank in sights and sights[rank].gone]
+        if any(sights[rank].state.phase != Phase.LEFT for rank in gone):
+            self._give_up(gone, sights, what, -1, error=error)
+
     def global_ranks(self, ranks: list[int]) -> list[int]:
         return [self.groups.ranks[rank] for rank in ranks]
 
@@ -233,7 +246,7 @@ class Lane:
 
     # Waiting
 
-    def _sleep_until(self, ticket: Ticket) -> None:
+    def _sleep_until(self, ticket: Ticket, timeout: float) -> None:
         before = self.liveness.state
         self.at(Phase.WAITING, ticket.bucket)
         self.liveness.watch(True)
@@ -249,7 +262,7 @@ class Lane:
                 stopped_at = now if stopped_at is None else stopped_at
                 if now - stopped_at >= _GRACE_S:
                     self._give_up(self._blamed(sights, suspects), sights, ticket.what, ticket.bucket)
-            if now - start >= self._timeout:
+            if now - start >= timeout:
                 culprits = self._blamed(sights, late(sights, self.step))
                 self._give_up(culprits, sights, ticket.what, ticket.bucket, waited=now - start)
             if not warned and now - start >= self._guard.warn_after:
@@ -265,8 +278,11 @@ class Lane:
 
     def _warn(self, waited: float, sights: Sights, ticket: Ticket) -> None:
         bucket, what = self._stuck(ticket.what, ticket.bucket)
-        who = self._accounts(sights, self._blamed(sights, late(sights, self.step))) or "every rank is here"
-        warnings.warn(f"{self.place(bucket)} has waited {waited:.0f} s for {what}: {who}", stacklevel=4)
+        blamed = self._blamed(sights, late(sights, self.step))
+        who = self._accounts(sights, blamed) or "every rank is here"
+        text = f"{self.place(bucket)} has waited {waited:.0f} s for {what}: {who}"
+        self.noticed(text, self.global_ranks(blamed))
+        warnings.warn(text, stacklevel=4)
 
     # Giving up
 
@@ -292,6 +308,7 @@ class Lane:
         for team in self._house:
             team.abandon()
         bucket, name = self._stuck(what, bucket)
+        self.stuck_bucket = bucket if bucket >= 0 else None
         here, who = self.place(bucket), self._accounts(sights, others)
         if missing:
             raise PeerLost(
@@ -310,7 +327,7 @@ class Lane:
         else:
             why = f"the transport failed in {name} ({_first_line(error)}), though every rank is alive. {network}"
         raise SyncTimeout(
-            f"{here} {why}, or allow more time with gs.Guard(timeout=seconds)", self.global_ranks(culprits)
+            f"{here} {why}, or allow more time with {self.more_time}", self.global_ranks(culprits)
         ) from error
 
     def _accounts(self, sights: Sights, ranks: list[int]) -> str:
@@ -342,6 +359,9 @@ def _abandon(under_way: deque[Ticket], groups: Groups, house: list[Team], courie
     # Only when nobody can be in it: its memory goes away.
     for team in house:
         team.close()
+
+
+def _ignore(_: str, __: list[int]) -> None: ...
 
 
 def _first_line(error: BaseException) -> str:

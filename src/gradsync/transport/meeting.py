@@ -47,7 +47,7 @@ def meet(groups: Groups, page: Page, own: Callable[[], State]) -> Meeting:
     remote = [rank for rank in range(groups.size) if not in_sight[groups.rank][rank]]
     mailbox = None
     if remote or not all(row[groups.rank] for row in in_sight):
-        store = dist.distributed_c10d._get_default_store()
+        store = groups.store or dist.distributed_c10d._get_default_store()
         # The first member's nonce names this meeting: equal on all its ranks, and never used before.
         mailbox = Mailbox(store, f"gradsync/{cards[0][3].hex()}", groups.rank, remote, own)
         peers |= {rank: RemotePeer(mailbox, rank) for rank in remote}
@@ -85,5 +85,7 @@ def _exchange(groups: Groups, mine: bytes) -> list[bytes]:
         work.wait()
     except RuntimeError as error:
         where = place(groups.ranks[groups.rank], groups.size)
-        raise PeerLost(f"{where} a rank died or did not come to attach; look at the other ranks' logs", []) from error
+        raise PeerLost(
+            f"{where} a rank died or did not come to attach, or to this group; look at the other ranks' logs", []
+        ) from error
     return [bytes(each.numpy()) for each in rows]

@@ -159,6 +159,8 @@ class Team:
                 if fd >= 0:
                     os.close(fd)
         self._team = None
+        # The lane's own method: with it the two would keep each other, and the lane the store, until a collection.
+        self._exchange = _closed
 
     def _judge(self, result: int, culprit: int) -> bool:
         if result == Result.PENDING:
@@ -166,6 +168,10 @@ class Team:
         if result == Result.DEAD:
             raise TeamError(f"rank {self.members[culprit]} ended while others waited for it")
         raise TeamError("the operation was given up")
+
+
+def _closed(_: bytes) -> list[bytes]:
+    raise TeamError("the team is closed")
 
 
 class Job:

@@ -39,14 +39,14 @@ class Gathering:
 
     def go(self, step: int) -> Journey:
         parcel, rows, code = self._parcel, self._rows, self._codec.code()
-        with self._account.timing("encode_s", parcel.flat.device):
+        with self._account.timing("encode_s", parcel.flat.device, parcel.spans):
             mine = rows.near[self._circle.rank]
             mode = Mode.NONE if parcel.residual is None else Mode.FEEDBACK
             key = self._codec.key(step, 2 * self._circle.rank)
             encode(code, parcel.flat, parcel.residual, self._table, mine, mode, key)
             rows.down(self._circle.rank)
         yield self._circle.gather(rows.wire, parcel.index)
-        with self._account.timing("decode_s", parcel.flat.device):
+        with self._account.timing("decode_s", parcel.flat.device, parcel.spans):
             rows.up()
             decode(code, rows.near, self._table, parcel.flat)
 
@@ -71,18 +71,18 @@ class TwoPhases:
     def go(self, step: int) -> Journey:
         parcel, code, rank = self._parcel, self._codec.code(), self._circle.rank
         flat, residual, mine, theirs = parcel.flat, parcel.residual, self._mine, self._theirs
-        with self._account.timing("encode_s", flat.device):
+        with self._account.timing("encode_s", flat.device, parcel.spans):
             mode = Mode.NONE if residual is None else Mode.FEEDBACK
             encode(code, flat, residual, self._whole, mine.near.view(-1), mode, self._codec.key(step, 2 * rank))
             mine.down()
         yield self._circle.trade(theirs.wire, mine.wire.view(-1), parcel.index)
-        with self._account.timing("encode_s", flat.device):
+        with self._account.timing("encode_s", flat.device, parcel.spans):
             theirs.up()
             decode(code, theirs.near, self._part, flat)
             mode = Mode.NONE if residual is None else Mode.ABSORB
             encode(code, flat, residual, self._part, theirs.near[rank], mode, self._codec.key(step, 2 * rank + 1))
             theirs.down(rank)
         yield self._circle.gather(theirs.wire, parcel.index)
-        with self._account.timing("decode_s", flat.device):
+        with self._account.timing("decode_s", flat.device, parcel.spans):
             theirs.up()
             decode(code, theirs.near.view(1, -1), self._whole, flat)

@@ -64,7 +64,7 @@ class LowRank:
 
     def go(self, step: int) -> Journey:
         flat, index = self._parcel.flat, self._parcel.index
-        with self._account.timing("encode_s", flat.device):
+        with self._account.timing("encode_s", flat.device, self._parcel.spans):
             if self._scratch is not None:
                 self._scratch.zero_()
             before = [torch.stack([self._parcel.factors[item.name] for item in batch.items]) for batch in self._batches]
@@ -72,7 +72,7 @@ class LowRank:
                 batch.p.copy_(project(batch.grad, batch.residual, q))
             self._p.down()
         yield self._circle.sum(self._p.wire, index)
-        with self._account.timing("encode_s", flat.device):
+        with self._account.timing("encode_s", flat.device, self._parcel.spans):
             self._p.up()
             own = []
             for batch in self._batches:
@@ -81,7 +81,7 @@ class LowRank:
                 batch.q.copy_(own[-1])
             self._q.down()
         yield self._circle.sum(self._q.wire, index)
-        with self._account.timing("decode_s", flat.device):
+        with self._account.timing("decode_s", flat.device, self._parcel.spans):
             self._q.up()
             for batch, q_own, q_before in zip(self._batches, own, before, strict=True):
                 restore(batch.grad, batch.residual, batch.p, q_own, batch.q)

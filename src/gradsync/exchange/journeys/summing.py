@@ -26,11 +26,11 @@ class Summing(ABC):
 
     def go(self, step: int) -> Journey:
         payload, device = self._payload, self._parcel.flat.device
-        with self._account.timing("encode_s", device):
+        with self._account.timing("encode_s", device, self._parcel.spans):
             self._encode(step)
             payload.down()
         yield self._circle.sum(payload.wire, self._parcel.index)
-        with self._account.timing("decode_s", device):
+        with self._account.timing("decode_s", device, self._parcel.spans):
             payload.up()
             self._decode()
 

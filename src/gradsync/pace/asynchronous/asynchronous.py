@@ -102,6 +102,7 @@ class Asynchronous:
         """Before a forward: wait as `max_staleness` says, then take the newest parameters of all owners."""
         reads = self._ask(Letter(Kind.PULL, self.clock), f"a read of parameters at clock {self.clock}")
         self._distance = max(self._distance, self.clock - min(read.slowest for read in reads))
+        self._is_level = self._is_level or len(self._shares) == 1  # who is alone has read all that was pushed
 
     def drain(self, rejoin: bool = False) -> None:
         """All ranks call this: all pushes are applied, all hold the same parameters, and clocks are level.

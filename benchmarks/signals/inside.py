@@ -1,0 +1,82 @@
+"""Part 1b: how long a step is inside the code of trace, digests and NaN checks, by a clock around every call of it.
+
+Two arms on a noisy machine differ by more than what is to be measured. A clock around the calls shows the work itself,
+a little too much of it: the clocks count too. What it cannot show is what that work does to caches and to the other
+rank; that is in the difference of the arms.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import gradsync as gs
+from gradsync.engine import reducer as reducer_module
+from gradsync.engine.watch import Watch
+from gradsync.trace.tracer import Tracer
+from signals.cost import ALL, STEPS, Arm
+
+_TRACED = (
+    "optimizer_begins", "optimizer_ends", "forward_begins", "backward_begins", "arrived", "left", "backward_ends",
+    "waiting", "waited", "over",
+)  # fmt: skip
+_WARM_UP_TURNS, _TURNS = 8, 12
+
+
+class Clocks:
+    """Seconds inside each kind of code; what is inside of something that counts already does not count twice."""
+
+    def __init__(self) -> None:
+        self.seconds = {"trace": 0.0, "digests": 0.0, "NaN checks": 0.0}
+        self._depth = 0
+
+    def around(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begun = time.perf_counter()
+            self._depth += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._depth -= 1
+                if not self._depth:
+                    self.seconds[kind] += time.perf_counter() - begun
+
+        return timed
+
+    def install(self) -> None:
+        """In this process, which ends with the measurement."""
+        for name in _TRACED:
+            setattr(Tracer, name, self.around("trace", getattr(Tracer, name)))
+        for name in ("take", "announce", "hear"):
+            setattr(Watch, name, self.around("digests", getattr(Watch, name)))
+        reducer_module.is_finite = self.around("NaN checks", reducer_module.is_finite)
+
+
+def measure(workload: str, folder: str) -> dict[str, Any]:
+    """On every rank: seconds per step inside, by kind, and of a step."""
+    clocks = Clocks()
+    clocks.install()
+    arm = Arm(ALL, workload, folder)
+    for _ in range(_WARM_UP_TURNS):
+        arm.turn()
+    samples: dict[str, list[float]] = {kind: [] for kind in clocks.seconds}
+    steps = []
+    for _ in range(_TURNS):
+        before = dict(clocks.seconds)
+        steps.append(arm.turn())
+        for kind, seconds in clocks.seconds.items():
+            samples[kind].append((seconds - before[kind]) / STEPS)
+    arm.close()
+    return {"step_s": median(steps), "inside_s": {kind: fmean(taken) for kind, taken in samples.items()}}
+
+
+def cell(workload: str) -> dict[str, Any]:
+    """The mean over turns, each of which has one detailed step in ten; of rank 0."""
+    with tempfile.TemporaryDirectory(prefix="gradsync-signals-") as folder:
+        return gs.spawn(measure, 2, workload, str(Path(folder)), timeout=300)[0]

@@ -1,0 +1,242 @@
+"""What a collective hands back: a `Work` of torch, for Python and for C++ alike.
+
+Note [Futures]
+    C++ (DDP's reducer, say) waits for a future of torch, which somebody must complete: a thread of ours, in the order
+    of issue, as soon as one was asked for. It needs the interpreter for a moment, which whoever waits in C++ has given
+    up. If it runs a callback that itself asks for a future, as PowerSGD's hook does, it completes that one on the spot:
+    nobody else would.
+
+Note [Errors in backward]
+    A future that fails reaches C++ as a RuntimeError with our text but not our type. So a sum whose future is asked for
+    during backward is also waited for at the end of backward, by a callback that comes before DDP's own: what
+    `backward()` raises is then `gs.PeerLost` itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+
+from gradsync.backend.sums import Sums
+from gradsync.errors import SyncTimeout
+from gradsync.transport.courier import Courier
+from gradsync.transport.tickets import Errand, Ticket
+
+_NO_TIMEOUT = timedelta(0)
+
+
+class Done(dist.Work):
+    """A sum that was made before its work was handed back."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = list(tensors)
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def synchronize(self) -> None: ...
+
+    def result(self) -> list[torch.Tensor]:
+        return self._tensors
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        future = torch.futures.Future[list[torch.Tensor]]()
+        future.set_result(self._tensors)
+        return future
+
+
+class SumWork(dist.Work):
+    """Sums under way in shared memory."""
+
+    def __init__(
+        self, sums: Sums, completer: Completer, tickets: list[Ticket], tensors: Sequence[torch.Tensor], limit: float
+    ) -> None:
+        super().__init__()
+        self._sums = sums
+        self._completer = completer
+        self._tickets = tickets
+        self._tensors = list(tensors)
+        self._limit = limit  # seconds
+        self._lock = threading.Lock()  # whoever comes first settles, the others learn how it went
+        self._settled = False
+        self._error: BaseException | None = None
+        self._told = False
+        self._bare = torch.futures.Future[Any]()
+        self._future: torch.futures.Future[Any] | None = None
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Return when the tensors hold the sums; raise if somebody is lost, or does not come in time."""
+        limit = timeout.total_seconds() or self._limit
+        if not self._lock.acquire(timeout=limit):  # somebody else settles it, with a longer bound
+            error = SyncTimeout(f"{self._sums.lane.place()} waited {limit:.1f} s for all_reduce; allow more time", ())
+            self._sums.lane.fail()
+            self._sums.give_up(error)
+            raise error
+        try:
+            if not self._settled:
+                self._settle(limit)
+        finally:
+            self._lock.release()
+        if self._future is not None:
+            self._tell(self._future)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._settled or all(ticket.landed(0) for ticket in self._tickets)
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """What went wrong, as far as it has ended."""
+        if self.is_completed():
+            try:
+                self.wait()
+            except RuntimeError as error:
+                return error
+        return None
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._tensors
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """The tensors, when they hold the sums; see [Futures]."""
+        with self._lock:
+            new = self._future is None
+            if self._future is None:
+                # It fails where C++ can see it, when the bare one brings an error.
+                self._future = self._bare.then(_unwrap)
+        if new:
+            self._completer.take(self)
+        return self._future
+
+    def complete(self) -> None:
+        """Wait, then tell whoever has the future. Never raises."""
+        with contextlib.suppress(RuntimeError):
+            self.wait()
+
+    def _tell(self, future: torch.futures.Future[Any]) -> None:
+        with self._lock:
+            mine, self._told = not self._told, True
+        if mine:
+            self._bare.set_result(self._tensors if self._error is None else self._error)
+        else:
+            with contextlib.suppress(RuntimeError):
+                future.wait()  # somebody else is just telling
+
+    def _settle(self, timeout: float) -> None:
+        try:
+            for ticket in self._tickets:
+                self._sums.settle(ticket, timeout)
+        except RuntimeError as error:
+            self._error = error
+        self._settled = True
+
+
+class IntegerMean(dist.Work):
+    """A sum of integers that becomes their mean, rounded towards zero as NCCL does; gloo refuses such a mean."""
+
+    def __init__(self, work: dist.Work, tensors: Sequence[torch.Tensor], num_ranks: int) -> None:
+        super().__init__()
+        self._work = work
+        self._tensors = list(tensors)
+        self._num_ranks = num_ranks
+        self._lock = threading.Lock()
+        self._divided = False
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        self._work.wait(timeout)
+        self._divide()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self._work.is_success()
+
+    def exception(self) -> Any:
+        return self._work.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._tensors
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        def divided(future: torch.futures.Future[Any]) -> list[torch.Tensor]:
+            future.value()  # raises what went wrong
+            return self._divide()
+
+        return self._work.get_future().then(divided)
+
+    def _divide(self) -> list[torch.Tensor]:
+        with self._lock:
+            if not self._divided:
+                self._divided = True
+                for tensor in self._tensors:
+                    tensor.div_(self._num_ranks, rounding_mode="trunc")
+        return self._tensors
+
+
+class Completer:
+    """Completes the futures of a group's sums, in order; see [Futures] and [Errors in backward]."""
+
+    def __init__(self, courier: Courier) -> None:
+        self._courier = courier
+        self._thread = -1  # that of the courier, once it runs
+        self._task = -1  # the backward that has a callback, which waits for these
+        self._in_backward: list[SumWork] = []
+
+    def take(self, work: SumWork) -> None:
+        if threading.get_ident() == self._thread or work.is_completed():
+            work.complete()
+            return
+        self._courier.take(Errand(lambda: self._complete(work), "all_reduce", 0, -1))
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            return
+        if task != self._task:
+            self._task, self._in_backward = task, []
+            Variable._execution_engine.queue_callback(partial(_wait_for_all, self._in_backward))
+        self._in_backward.append(work)
+
+    def _complete(self, work: SumWork) -> None:
+        self._thread = threading.get_ident()
+        work.complete()
+
+
+def _wait_for_all(works: list[SumWork]) -> None:
+    while works:
+        works.pop(0).wait()
+
+
+def _unwrap(future: torch.futures.Future[Any]) -> list[torch.Tensor]:
+    value = future.value()
+    if isinstance(value, BaseException):
+        raise value
+    return value

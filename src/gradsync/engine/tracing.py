@@ -1,0 +1,246 @@
+"""The trace of an attached model: opens it, and tells it what the engine knows of each step."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import platform
+import sys
+import time
+from collections.abc import Collection, Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from gradsync.engine.bucket import Entry
+from gradsync.engine.clocks import measure_offset
+from gradsync.engine.links_used import LinksUsed
+from gradsync.engine.reducer import Reducer
+from gradsync.errors import PeerFault
+from gradsync.trace.flight import Flight
+from gradsync.trace.lines import BucketPlan, Clock, Health, Layout, Run
+from gradsync.trace.timers import timer_for
+from gradsync.trace.tracer import Tracer, Trip
+from gradsync.trace.writer import Writer
+from gradsync.transport.lane import Lane
+from gradsync.transport.verdict import lost
+
+_ALIGN_EVERY = 1000  # synchronizations
+_WIRES_EVERY = 20
+_SENT_EVERY = 50
+_open: set[Path] = set()  # files of this process: two models need two
+
+
+def wanted(trace: str | os.PathLike[str] | None) -> Path | None:
+    """The folder to trace to: the one given, or that of GRADSYNC_TRACE; None for none."""
+    if trace is None:
+        trace = os.environ.get("GRADSYNC_TRACE") or None
+    if trace is not None and not isinstance(trace, str | os.PathLike):
+        raise TypeError(f"trace must be the path of a folder, got {trace!r}")
+    return None if trace is None else Path(trace)
+
+
+class Accord(NamedTuple):
+    """What ranks agree on before any of them writes."""
+
+    together: bool  # every rank traces
+    run_id: str  # the same on all
+
+
+def accord(lane: Lane, folder: Path | None) -> Accord:
+    """Every rank calls this at once, whether it traces or not."""
+    rows = lane.exchange(bytes([folder is not None]) + os.urandom(8))
+    return Accord(all(row[0] for row in rows), rows[0][1:].hex())
+
+
+def open_tracer(
+    folder: Path, lane: Lane, entries: list[Entry], plan: dict[str, Any] | None, source: str, run_id: str
+) -> Tracer:
+    """This rank's file and flight record in `folder`; a folder below it if another model of this process has it."""
+    rank = lane.groups.ranks[lane.groups.rank]
+    devices = {entry.param.device for entry in entries}
+    base, number = folder, 1
+    while (base / f"rank-{rank}.jsonl").absolute() in _open:
+        number += 1
+        base = folder / f"model-{number}"
+    _open.add((base / f"rank-{rank}.jsonl").absolute())
+    now, clock = time.time(), time.perf_counter()
+    parameters = [
+        (entry.name, tuple(entry.param.shape), str(entry.param.dtype).removeprefix("torch.")) for entry in entries
+    ]
+    run = Run(
+        rank, lane.groups.size, platform.node(), os.getpid(), now, clock, source, _device_name(devices), plan,
+        parameters, _version(), torch.__version__, run_id,
+    )  # fmt: skip
+    writer = Writer(base, run)
+    return Tracer(writer, _flight(base / f"rank-{rank}.flight"), timer_for(devices))
+
+
+class Tracing:
+    """The witness that writes the trace; see `Witness`."""
+
+    def __init__(
+        self, tracer: Tracer, lane: Lane, together: bool, wires: Collection[tuple[int, str]] | None = None
+    ) -> None:
+        """`together`: every rank traces, so that they may compare their clocks. `wires`: if not the lane's own."""
+        self.tracer = tracer
+        self._lane = lane
+        self._together = together
+        self._reducer: Reducer | None = None
+        self._failed = False
+        self._schedule: int | None = None  # of the layout that was written last
+        self._layout: list[BucketPlan] = []
+        self._raw_nbytes = 0  # of its gradients
+        self._aligned_at = -_ALIGN_EVERY
+        self._sent = (-_SENT_EVERY, 0)
+        self._links = LinksUsed(lane, lane.groups.wires if wires is None else wires)
+        if together:
+            self._links.know_peers()
+        self._align(lane)
+        atexit.register(self._exit)
+
+    def follow(self, reducer: Reducer) -> None:
+        """Hear of what this one does from now on."""
+        self._reducer, self._lane = reducer, reducer.lane
+        reducer.logbook.tracer = self.tracer
+        reducer.recorder.told = self.tracer.waited
+        reducer.findings.noted = self.tracer.health
+        reducer.lane.noticed = self._noticed
+        self._schedule = None
+
+    # As a witness
+
+    def border(self) -> None:
+        if self._reducer is not None and self._reducer.lane.step >= self._aligned_at + _ALIGN_EVERY:
+            self._align(self._reducer.lane)
+
+    def forward_begins(self) -> None:
+        self.tracer.forward_begins()
+
+    def backward_begins(self) -> None:
+        self.tracer.backward_begins()
+
+    def arrived(self, index: int) -> None: ...
+
+    def backward_ends(self) -> None:
+        self.tracer.backward_ends()
+
+    def synchronized(self, counts: bool) -> None:
+        reducer = self._reducer
+        if reducer is None or not reducer.logbook.closed:
+            return  # it failed: the error has its own line
+        if reducer.agenda.schedule != self._schedule:
+            self._schedule = reducer.agenda.schedule
+            self.write_layout(_layout(reducer))
+            self._raw_nbytes = sum(bucket.parcel.raw_nbytes for bucket in reducer.agenda.buckets)
+        self.tracer.over(
+            reducer.lane.step - 1,
+            not reducer.dropped,
+            reducer.logbook.trips,
+            reducer.logbook.header_at,
+            self._sent_nbytes(reducer),
+            self._raw_nbytes,
+        )
+        self._look_at_wires()
+
+    def step_ended(self) -> None:
+        self.over(self.tracer.count)
+
+    def over(self, step: int, trips: Iterable[Trip] = ()) -> None:
+        """A step of which the reducer knows nothing is over."""
+        self.tracer.over(step, counts=True, trips=trips)
+        self._look_at_wires()
+
+    def write_layout(self, layout: Layout) -> None:
+        """These are the buckets from now on, if they were not before."""
+        if layout.buckets != self._layout:
+            self._layout = layout.buckets
+            self.tracer.write(layout)
+
+    def optimizer_begins(self) -> None:
+        self.tracer.optimizer_begins()
+
+    def optimizer_ends(self) -> None:
+        self.tracer.optimizer_ends()
+
+    def failed(self, error: BaseException) -> None:
+        ranks = error.ranks if isinstance(error, PeerFault) else ()
+        self._failed = True
+        self.tracer.error(error, ranks, self._lane.stuck_bucket)
+
+    def close(self) -> None:
+        """The model is detached."""
+        self._close("detach")
+
+    # Small things
+
+    def _align(self, lane: Lane) -> None:
+        self._aligned_at = lane.step
+        if self._together:
+            offset = measure_offset(lane)
+            self.tracer.write(Clock(lane.step, offset.offset_s, offset.error_s))
+
+    def _sent_nbytes(self, reducer: Reducer) -> int:
+        """What a step puts on a network; looked up now and then, since it changes seldom."""
+        looked_at, nbytes = self._sent
+        if self.tracer.count >= looked_at + _SENT_EVERY or self.tracer.count < 3:
+            nbytes = reducer.shipping.wire()[0]
+            self._sent = (self.tracer.count, nbytes)
+        return nbytes
+
+    def _look_at_wires(self) -> None:
+        if self.tracer.count % _WIRES_EVERY == 0:
+            self._write_wires()
+
+    def _write_wires(self) -> None:
+        line = self._links.since_last(self.tracer.step)
+        if line is not None:
+            self.tracer.write(line)
+
+    def _noticed(self, text: str, ranks: list[int]) -> None:
+        self.tracer.health(Health(self.tracer.step, "late", ranks, None, None, text))
+
+    def _exit(self) -> None:
+        """The process ends with the model attached: by an exception, or just so."""
+        error = getattr(sys, "last_value", None)
+        if error is not None and not self._failed:
+            self.tracer.error(error, self._lane.global_ranks(lost(self._lane.liveness.sights(), self._lane.step)))
+        self._close("exception" if error is not None else "exit")
+
+    def _close(self, why: str) -> None:
+        atexit.unregister(self._exit)
+        self._write_wires()
+        _open.discard(self.tracer.writer.path.absolute())
+        self.tracer.close(why)
+
+
+def _layout(reducer: Reducer) -> Layout:
+    buckets = [
+        BucketPlan(b.index, [e.index for e in b.entries], b.nbytes, b.choice.label if b.choice.codec else None)
+        for b in reducer.agenda.buckets
+    ]
+    return Layout(reducer.lane.step, buckets)
+
+
+def _flight(path: Path) -> Flight | None:
+    try:
+        return Flight(path)
+    except OSError:
+        return None  # the writer has said that this folder cannot be written
+
+
+def _device_name(devices: set[torch.device]) -> str:
+    names = [
+        f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
+        for device in sorted(devices, key=str)
+    ]
+    return ", ".join(names)
+
+
+def _version() -> str:
+    try:
+        return version("gradsync")
+    except PackageNotFoundError:
+        return "(from a folder)"

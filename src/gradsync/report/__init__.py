@@ -1,0 +1,1 @@
+"""Reads traces only, and says what they show: verdict, blame, pictures, exports."""

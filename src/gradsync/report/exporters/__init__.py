@@ -1,0 +1,1 @@
+"""Traces for other people's tools: Perfetto, TensorBoard, Prometheus."""

@@ -1,0 +1,51 @@
+"""What happened first in a run, and where: from errors, health, ends and flight records. Pure.
+
+Whoever raises is seldom to blame: errors that name others are followed to the rank that has no excuse (`culprits`),
+what a rank raised on its own account is a cause by itself (`failures`), and who said nothing is found by those who
+waited for it (`silence`). Without any of these, what the guards found (`ailments`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from gradsync.errors import listed
+from gradsync.report.account import Account
+from gradsync.report.ailments import ailment
+from gradsync.report.failures import failure
+from gradsync.report.last_seen import last_seen, seconds_ago
+from gradsync.report.silence import abandoned, standstill
+from gradsync.trace.reader import RunTrace
+from gradsync.units import show_seconds
+
+__all__ = ["Account", "first_event", "quiet_end"]
+
+
+def first_event(run: RunTrace, now: float | None = None) -> Account | None:
+    """What happened first; None if nothing did: all ended in good order, or the run goes on.
+
+    With `now` (seconds of the wall clock), that nobody has moved for a minute counts too.
+    """
+    seen = last_seen(run)
+    account = failure(run, seen) or abandoned(run, seen)
+    if account is None and now is not None:
+        account = standstill(run, seen, now)
+    return account or ailment(run)
+
+
+def quiet_end(run: RunTrace, now: float) -> str:
+    """Where nothing happened: whether the run is over or goes on, in a sentence."""
+    seen = last_seen(run)
+    open_ = [rank for rank, each in seen.items() if each.silent]
+    if not open_:
+        finished = _latest(trace.steps[-1].step if trace.steps else None for trace in run.ranks.values())
+        return f"All {len(seen)} ranks that wrote here ended in good order, after {finished}."
+    reached = _latest(each.step for each in seen.values())
+    ago = seconds_ago(run, seen, now)
+    last = "" if ago is None else f", {show_seconds(max(0.0, ago))} ago"
+    return f"The run goes on: {listed(open_)} came to {reached}{last}."
+
+
+def _latest(steps: Iterable[int | None]) -> str:
+    known = [step for step in steps if step is not None]
+    return f"step {max(known)}" if known else "no step at all"

@@ -1,0 +1,1 @@
+"""A run as pictures: SVG made here, every text escaped, sizes bounded however long the run was."""

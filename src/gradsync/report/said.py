@@ -1,0 +1,50 @@
+"""What ranks' own `stats()` say that their steps do not: compression's error, staleness, predictions, probed links."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from statistics import median
+
+from gradsync.trace.reader import RunTrace
+
+
+@dataclass(frozen=True)
+class Said:
+    """Of all ranks together; None where nobody said it."""
+
+    predicted_step_s: float | None
+    link_bandwidth: float | None  # bytes per second, from a probe
+    audit_error: float | None  # |what arrived − the exact mean| / |the exact mean|, the worst rank's
+    audit_cosine: float | None
+    staleness_mean: float | None
+    staleness_max: float | None
+    staleness_bound: float | None
+    waited_s: float | None  # of an asynchronous pace, since attach: it makes no collectives
+
+
+def listen(run: RunTrace) -> Said:
+    """The last that each rank said."""
+    return Said(
+        predicted_step_s=_of(run, "predicted_step_s", median),
+        link_bandwidth=_of(run, "link_bandwidth", median),
+        audit_error=_of(run, "audit_error", max),
+        audit_cosine=_of(run, "audit_cosine", min),
+        staleness_mean=_of(run, "staleness_mean", max),
+        staleness_max=_of(run, "staleness_max", max),
+        staleness_bound=_of(run, "staleness_bound", max),
+        waited_s=_of(run, "waited_s", median),
+    )
+
+
+def _of(run: RunTrace, key: str, together: Callable[[Iterable[float]], float]) -> float | None:
+    values = [value for value in (_last(run, rank, key) for rank in run.ranks) if value is not None]
+    return together(values) if values else None
+
+
+def _last(run: RunTrace, rank: int, key: str) -> float | None:
+    for line in reversed(run.ranks[rank].stats):
+        if key in line.stats:
+            value = line.stats[key]
+            return float(value) if isinstance(value, int | float) and value >= 0 else None
+    return None

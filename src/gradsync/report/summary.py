@@ -1,0 +1,84 @@
+"""All that a run shows, in numbers and sentences: `gradsync report` prints it, the page draws it, exporters send it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from gradsync.report import facts
+from gradsync.report.blame import Blame, find_blame
+from gradsync.report.culprits import causes_in
+from gradsync.report.findings import Fact, Warned
+from gradsync.report.links import SlowLink, find_slow_links, sum_links
+from gradsync.report.overhead import measure
+from gradsync.report.said import listen
+from gradsync.report.table import tabulate
+from gradsync.report.verdict import say
+from gradsync.report.warnings import warn
+from gradsync.report.wording import clean
+from gradsync.trace.lines import Error, Health, Value
+from gradsync.trace.reader import RunTrace
+
+__all__ = ["Fact", "Summary", "Warned", "summarize"]
+
+T = TypeVar("T", Health, Error)
+
+_MOST = 100  # sentences of health, or errors
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run shows; every text is free of control characters, but not yet of HTML's."""
+
+    verdict: str
+    facts: list[Fact] = field(default_factory=list)
+    blame: list[Blame] = field(default_factory=list)  # the worst first
+    links: list[SlowLink] = field(default_factory=list)
+    health: list[Health] = field(default_factory=list)  # each once, though all ranks may have written it
+    errors: list[Error] = field(default_factory=list)  # the first first
+    warnings: list[Warned] = field(default_factory=list)
+    numbers: dict[str, Value] = field(default_factory=dict)
+
+
+def summarize(run: RunTrace, last: int | None = None) -> Summary:
+    """What a run shows, of all its steps or of its last few."""
+    table = tabulate(run, last)
+    overhead, said = measure(table), listen(run)
+    blame = [] if overhead is None else find_blame(run, table, overhead)
+    links = sum_links(run, table)
+    slow = [] if overhead is None else find_slow_links(run, table, links, [each.rank for each in blame], said)
+    health = _health(run)
+    errors = _errors(run)
+    numbers = facts.count(run, table, overhead, said, blame, links, slow)
+    return Summary(
+        verdict=say(run, overhead, blame, slow, errors),
+        facts=facts.tell(run, numbers, overhead, blame),
+        blame=blame,
+        links=slow,
+        health=health,
+        errors=errors,
+        warnings=warn(run, table, overhead, said, links),
+        numbers=numbers,
+    )
+
+
+def _health(run: RunTrace) -> list[Health]:
+    """What ranks found, in order; the same words of several ranks once."""
+    lines = (
+        replace(line, what=clean(line.what), text=clean(line.text), parameter=line.parameter and clean(line.parameter))
+        for line in _in_order(line for trace in run.ranks.values() for line in trace.health)
+    )
+    return list({(line.step, line.what, tuple(line.ranks), line.parameter): line for line in lines}.values())[:_MOST]
+
+
+def _errors(run: RunTrace) -> list[Error]:
+    """What ranks raised on their own account first: the others only followed."""
+    causes = causes_in({rank: trace.errors[0] for rank, trace in run.ranks.items() if trace.errors}).values()
+    lines = _in_order(line for trace in run.ranks.values() for line in trace.errors)
+    lines.sort(key=lambda line: not any(line is cause for cause in causes))
+    return [replace(line, what=clean(line.what), text=clean(line.text)) for line in lines[:_MOST]]
+
+
+def _in_order(lines: Iterable[T]) -> list[T]:
+    return sorted(lines, key=lambda line: line.step)

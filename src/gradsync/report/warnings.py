@@ -1,0 +1,216 @@
+"""What else a run shows, each with what to do about it: files, buckets, compression, paces, predictions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from statistics import median
+
+from gradsync.report.blame import FEWEST
+from gradsync.report.findings import Warned
+from gradsync.report.links import Link
+from gradsync.report.overhead import Overhead
+from gradsync.report.said import Said
+from gradsync.report.table import Table
+from gradsync.report.wording import listed, printable, show_share
+from gradsync.trace.flight import Moment
+from gradsync.trace.reader import RunTrace
+from gradsync.units import show_count, show_nbytes, show_seconds
+
+_HIDDEN = 0.1  # less of what could be hidden: nothing overlaps
+_MATTERS = 0.05  # of the step
+_TINY_NBYTES = 64 << 10
+_MANY = 8
+_LARGE_ERROR = 0.5
+_NEAR = 0.9  # of a bound
+_OFF = 0.25  # of a prediction
+_LOST = 1e-3  # of segments
+_SEGMENT_NBYTES = 1448
+_LONG = 3.0  # times the usual step
+
+
+def warn(run: RunTrace, table: Table, overhead: Overhead | None, said: Said, links: Sequence[Link]) -> list[Warned]:
+    """All that there is to say, what makes the report itself doubtful first."""
+    found = [*_files(run), *_cut(run), *_ends(run)]
+    if overhead is not None:
+        found += [
+            *_short(run, overhead), *_overlap(run, overhead), *_held_up(table), *_buckets(run, overhead),
+            *_compression(overhead), *_prediction(overhead, said), *_long_steps(table, overhead),
+        ]  # fmt: skip
+    return [*found, *_audit(said), *_staleness(said), *_retransmits(links)]
+
+
+# What makes the report itself doubtful
+
+
+def _files(run: RunTrace) -> Iterable[Warned]:
+    for rank, why in list(run.refused.items())[:_MANY]:
+        yield Warned(
+            f"The file of rank {rank} could not be read: {printable(why)}.", "Read it with the gradsync that wrote it."
+        )
+    if run.missing:
+        files, them = ("The file of", "is not here") if len(run.missing) == 1 else ("The files of", "are not here")
+        yield Warned(
+            f"{files} {listed(run.missing)} {them}, so nobody can say who was waited for.",
+            "Copy rank-*.jsonl of all hosts into one folder, or trace into a folder that all hosts share.",
+        )
+    if (others := sorted(run.folder.glob("model-*/rank-*.jsonl"))) and run.folder.name != others[0].parent.name:
+        folders = sorted({path.parent for path in others})
+        named = ", ".join(printable(str(each)) for each in folders)
+        yield Warned(f"This is one of {len(folders) + 1} models of the run.", f"The others' reports: {named}.")
+    torn = sum(trace.num_unreadable for trace in run.ranks.values())
+    if torn:
+        yield Warned(
+            f"{'One line' if torn == 1 else f'{show_count(torn)} lines'} could not be read, and did not count.",
+            "A rank that was killed leaves one torn line; more of them mean a full disk, or another gradsync's file.",
+        )
+
+
+def _ends(run: RunTrace) -> Iterable[Warned]:
+    without = [rank for rank, trace in run.ranks.items() if trace.end is None and not trace.errors]
+    if without and len(without) < len(run.ranks):
+        yield Warned(
+            f"{listed(without).capitalize()} stopped without a last word, and others did not.",
+            f"gradsync doctor {printable(str(run.folder))} says what happened first.",
+        )
+
+
+def _cut(run: RunTrace) -> Iterable[Warned]:
+    """A flight record goes on where a trace could not."""
+    for rank, trace in list(run.ranks.items())[:_MANY]:
+        left = any(entry.moment is Moment.LEFT for entry in trace.flight)
+        if trace.end is None and not trace.errors and left:
+            last = trace.steps[-1].step if trace.steps else 0
+            yield Warned(
+                f"The trace of rank {rank} was cut short after step {last}, though the rank went on.",
+                "The disk was full, or could not be written: its log has a warning that says why.",
+            )
+
+
+def _short(run: RunTrace, overhead: Overhead) -> Iterable[Warned]:
+    if overhead.num_steps < FEWEST and run.world_size > 1:
+        count = "One step is" if overhead.num_steps == 1 else f"{overhead.num_steps} steps are"
+        yield Warned(
+            f"{count} too few to call a rank late.",
+            f"Let it run for {FEWEST} steps at least, better 50; the first is always left out.",
+        )
+
+
+# How gradients travel
+
+
+def _overlap(run: RunTrace, overhead: Overhead) -> Iterable[Warned]:
+    hidden, comm_s = overhead.overlap, overhead.comm_s
+    if (
+        hidden is None
+        or comm_s is None
+        or hidden >= _HIDDEN
+        or min(comm_s, overhead.network_s) < _MATTERS * overhead.step_s
+    ):
+        return
+    if _num_buckets(run) == 1:
+        advice = "All gradients travel in one bucket: lower bucket_bytes, so that the first can leave during backward."
+    else:
+        advice = (
+            "If the whole model is under torch.compile, its gradients all come at the end: compile its blocks instead."
+        )
+    yield Warned(f"Nothing overlaps: {show_seconds(comm_s)} of communication begin when backward is over.", advice)
+
+
+def _held_up(table: Table) -> Iterable[Warned]:
+    steps = table.judged()
+    names = Counter(
+        name for step in steps for name in {cell.held_up_by for cell in table.rows[step].values()} if name is not None
+    )
+    for name, times in names.most_common(1):
+        if 2 * times >= len(steps):
+            yield Warned(
+                f"Full buckets wait for {printable(name)} in {times} of {len(steps)} steps, as its bucket comes first.",
+                "A rank computes gradients in another order than rank 0 did in the first step: make the model take the "
+                "same path on all ranks, or give that parameter's layer its place in the order of use.",
+            )
+
+
+def _num_buckets(run: RunTrace) -> int | None:
+    counts = [len(trace.layouts[-1].buckets) for trace in run.ranks.values() if trace.layouts]
+    return max(counts, default=None)
+
+
+def _buckets(run: RunTrace, overhead: Overhead) -> Iterable[Warned]:
+    sizes = [
+        bucket.nbytes for trace in list(run.ranks.values())[:1] if trace.layouts for bucket in trace.layouts[-1].buckets
+    ]
+    if len(sizes) >= _MANY and median(sizes) < _TINY_NBYTES and overhead.network_s > _MATTERS * overhead.step_s:
+        yield Warned(
+            f"{len(sizes)} buckets of {show_nbytes(median(sizes))} (median) travel in each step: each costs a latency.",
+            "Raise bucket_bytes; gradsync plan, or gs.auto(), finds the best.",
+        )
+
+
+def _retransmits(links: Sequence[Link]) -> Iterable[Warned]:
+    for link in links:
+        if link.retransmits > max(10, _LOST * link.nbytes / _SEGMENT_NBYTES):
+            to = f"rank {link.peer}" if link.peer is not None else link.address
+            yield Warned(
+                f"{show_count(link.retransmits)} segments from rank {link.rank} to {to} had to be sent again.",
+                "Something drops packets: look at that cable, a busy switch, or unequal MTUs (gradsync doctor).",
+            )
+
+
+# What it does to gradients
+
+
+def _compression(overhead: Overhead) -> Iterable[Warned]:
+    cost_s = overhead.encode_s + overhead.decode_s
+    if not overhead.comm_s or not overhead.nbytes or overhead.raw_nbytes <= overhead.nbytes:
+        return
+    saved_s = overhead.comm_s * (overhead.raw_nbytes / overhead.nbytes - 1)
+    if cost_s > saved_s and cost_s > 0.01 * overhead.step_s:
+        yield Warned(
+            f"Compression costs more than it saves: {show_seconds(cost_s)} of encoding and decoding for about "
+            f"{show_seconds(saved_s)} less on the way.",
+            "This link is fast enough without: leave compression out, or take a cheaper one (docs/compression.md).",
+        )
+
+
+def _audit(said: Said) -> Iterable[Warned]:
+    if said.audit_error is not None and said.audit_error > _LARGE_ERROR:
+        yield Warned(
+            f"What arrives differs from the exact mean gradient by {show_share(said.audit_error)} of it.",
+            "With error feedback that is made up for later; without, take a milder compressor (docs/compression.md).",
+        )
+
+
+def _staleness(said: Said) -> Iterable[Warned]:
+    most, bound, mean = said.staleness_max, said.staleness_bound, said.staleness_mean
+    if bound and most is not None and most >= _NEAR * bound and (mean or 0.0) >= bound / 2:
+        yield Warned(
+            f"Gradients are up to {most:.0f} updates late, and {bound:.0f} are allowed: ranks run into the bound.",
+            "One rank is much slower than the others: find out which, or allow more and lower the learning rate.",
+        )
+
+
+# Against what was expected
+
+
+def _prediction(overhead: Overhead, said: Said) -> Iterable[Warned]:
+    predicted = said.predicted_step_s
+    if predicted and abs(overhead.step_s / predicted - 1) > _OFF:
+        yield Warned(
+            f"A step takes {show_seconds(overhead.step_s)}, and {show_seconds(predicted)} were predicted.",
+            "Something changed since it was measured, or nothing was: run gradsync probe, or gs.auto() anew.",
+        )
+
+
+def _long_steps(table: Table, overhead: Overhead) -> Iterable[Warned]:
+    """A tenth of the run in few steps: no usual step shows them, and no rank is late in half of all."""
+    steps = table.judged()
+    lengths = [median(cell.step_s for cell in table.rows[step].values()) for step in steps]
+    long = [length - overhead.step_s for length in lengths if length > _LONG * overhead.step_s]
+    if not overhead.seldom and len(steps) >= FEWEST and sum(long) > 0.1 * sum(lengths):
+        yield Warned(
+            f"{len(long)} of {len(steps)} steps take more than {_LONG:.0f} times as long as usual, "
+            f"{show_share(sum(long) / sum(lengths))} of all time.",
+            "Numbers here are of usual steps; look at these in the page's heat map or with --perfetto: checkpoints, "
+            "evaluation and garbage collection are what it mostly is.",
+        )

@@ -1,0 +1,99 @@
+"""Ranks, shares and names from files, as sentences of a report say them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradsync.report.lateness import COMPUTATION
+from gradsync.trace.reader import RunTrace
+
+_LONGEST = 80  # letters of a name
+
+WHERE = {
+    "input": "in its input pipeline",
+    "forward": "in its forward pass",
+    "backward": "in its backward pass",
+    "optimizer": "in its optimizer",
+    "encode": "in compressing its gradients",
+    "other": "between its phases (logging, checkpoints, evaluation?)",
+    COMPUTATION: "in all of its computation (a slower or shared processor?)",
+}
+NOUNS = {
+    "input": "input",
+    "forward": "forward pass",
+    "backward": "backward pass",
+    "optimizer": "optimizer",
+    "encode": "compression",
+    "other": "code between the phases",
+    COMPUTATION: "computation",
+}
+ADVICE = {
+    "input": "Give its loader more workers, prefetch, or move its data closer; sync.data(loader) times it exactly.",
+    "forward": "Look at what its forward pass does that others do not: longer sequences, logging, evaluation.",
+    "backward": "Look at what its backward pass does that others do not: longer sequences, hooks, recomputation.",
+    "optimizer": "Look at what its optimizer step does that others do not: clipping, moving averages, checkpoints.",
+    "encode": "Use a cheaper compressor, or give that rank as much processor as the others have.",
+    "other": "Look at what it does between the steps that others do not: logging, checkpoints, evaluation.",
+    COMPUTATION: "Look for other processes, fewer cores, a lower clock or a hot GPU on that host; compare batch sizes.",
+}
+
+
+def printable(text: str) -> str:
+    """A name from a file that anybody may have written, bounded and without what would move a cursor or start a line.
+
+    >>> printable("\\x1b[31mred\\n"), len(printable(10_000 * "x"))
+    ('�[31mred�', 80)
+    """
+    shown = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text[: _LONGEST + 1])
+    return shown if len(shown) <= _LONGEST else shown[: _LONGEST - 1] + "…"
+
+
+def clean(text: str) -> str:
+    """A sentence from such a file, on one line.
+
+    >>> clean("one\\n  two\\x07")
+    'one two�'
+    """
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in " ".join(text.split()))
+
+
+def show_share(share: float) -> str:
+    """A part of the step.
+
+    >>> [show_share(x) for x in (0, 0.0004, 0.012, 0.0999, 0.36)]
+    ['0 %', '0.04 %', '1.2 %', '10 %', '36 %']
+    """
+    return f"{points(share)} %"
+
+
+def points(share: float) -> str:
+    """The same without its sign, for parts of a percentage.
+
+    >>> points(0.142), points(0.0142)
+    ('14', '1.4')
+    """
+    percent = 100 * share
+    decimals = 0 if abs(percent) >= 9.95 or percent == 0 else 1 if abs(percent) >= 0.095 else 2
+    return f"{percent:.{decimals}f}"
+
+
+def who(run: RunTrace, rank: int) -> str:
+    """A rank and its host, where that is known."""
+    return f"rank {rank} (host {host_of(run, rank)})" if rank in run.ranks else f"rank {rank}"
+
+
+def host_of(run: RunTrace, rank: int) -> str:
+    return printable(run.ranks[rank].run.host) if rank in run.ranks else ""
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Ranks in a sentence; of many, the first few.
+
+    >>> listed([3]), listed([0, 1, 2]), listed(range(40))
+    ('rank 3', 'ranks 0, 1 and 2', 'ranks 0, 1, 2, 3, 4, 5 and 34 more')
+    """
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 8:
+        return f"ranks {', '.join(map(str, ranks[:6]))} and {len(ranks) - 6} more"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

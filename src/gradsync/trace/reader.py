@@ -1,0 +1,215 @@
+"""Reading traces: a folder at once, or a file further and further while somebody writes it.
+
+A file may be cut off in the middle of a line, as its rank may have been; it may also hold anything else, so lines are
+bounded, and what is none of ours is counted and left out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gradsync.trace.flight import Entry, read_flight
+from gradsync.trace.lines import Choice, Clock, End, Error, Health, Layout, Line, Run, Stats, Step, Wires
+from gradsync.trace.notation import Unreadable, from_json
+
+_NAME = re.compile(r"rank-(0|[1-9][0-9]{0,6})\.jsonl")
+_MAX_LINE_NBYTES = 64 << 20  # the parameters of a very large model
+_MAX_FILE_NBYTES = 4 << 30
+_AT_ONCE = 1 << 20
+_HEAD_NBYTES = 512
+_MOST_RANKS = 1_000_000
+
+
+@dataclass
+class RankTrace:
+    """All that one rank wrote."""
+
+    run: Run
+    layouts: list[Layout] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    clocks: list[Clock] = field(default_factory=list)
+    wires: list[Wires] = field(default_factory=list)
+    stats: list[Stats] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
+    health: list[Health] = field(default_factory=list)
+    errors: list[Error] = field(default_factory=list)
+    end: End | None = None
+    flight: list[Entry] = field(default_factory=list)
+    num_unreadable: int = 0  # lines that were none of ours
+    num_earlier: int = 0  # runs in the same file before this one: it was started again
+
+    @property
+    def left_in_order(self) -> bool:
+        """Whether it ended, and not by an exception."""
+        return self.end is not None and self.end.why != "exception"
+
+    def add(self, line: Line) -> None:
+        """One more line."""
+        match line:
+            case Layout():
+                self.layouts.append(line)
+            case Step():
+                self.steps.append(line)
+            case Clock():
+                self.clocks.append(line)
+            case Wires():
+                self.wires.append(line)
+            case Stats():
+                self.stats.append(line)
+            case Choice():
+                self.choices.append(line)
+            case Health():
+                self.health.append(line)
+            case Error():
+                self.errors.append(line)
+            case End():
+                self.end = line
+
+
+@dataclass
+class RunTrace:
+    """The traces of a run, by rank."""
+
+    folder: Path
+    ranks: dict[int, RankTrace]
+    refused: dict[int, str] = field(default_factory=dict)  # files that are none that we read, and why
+
+    @property
+    def world_size(self) -> int:
+        return max(trace.run.world_size for trace in self.ranks.values())
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks whose file is not here: on another host, perhaps."""
+        return [rank for rank in range(self.world_size) if rank not in self.ranks]
+
+
+def read_run(folder: Path) -> RunTrace:
+    """Everything in a folder; ValueError with a sentence if it holds no trace."""
+    return Follower(folder).read()
+
+
+class Follower:
+    """Reads a folder again and again; each time only what is new."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._tails: dict[int, _Tail] = {}
+        self._traces: dict[int, RankTrace] = {}
+        self._refused: dict[int, str] = {}
+
+    def read(self) -> RunTrace:
+        """All that is known by now; ValueError with a sentence if that is no trace."""
+        if not self._folder.is_dir():
+            raise ValueError(f"{self._folder} is no folder; name the one given as trace= or GRADSYNC_TRACE")
+        paths = {int(name[1]): path for path in self._folder.iterdir() if (name := _NAME.fullmatch(path.name))}
+        for rank, path in sorted(paths.items()):
+            self._read_rank(rank, path)
+        traces = _last_run({rank: self._traces[rank] for rank in sorted(paths) if rank in self._traces})
+        refused = {rank: why for rank, why in self._refused.items() if rank in paths and rank not in traces}
+        if not traces:
+            why = f"rank {min(refused)}: {refused[min(refused)]}" if refused else "no rank-0.jsonl with a header"
+            raise ValueError(
+                f"{self._folder} holds no trace ({why}); write one "
+                "with gs.attach(..., trace=folder), gs.observe(ddp, trace=folder) or GRADSYNC_TRACE=folder"
+            )
+        return RunTrace(self._folder, traces, refused)
+
+    def _read_rank(self, rank: int, path: Path) -> None:
+        tail = self._tails.setdefault(rank, _Tail(path))
+        lines, restarted = tail.new_lines()
+        if restarted:
+            self._traces.pop(rank, None)
+        unreadable = 0
+        for text in lines:
+            try:
+                line = from_json(text)
+            except Unreadable as error:
+                unreadable += 1
+                if text.startswith('{"kind":"run"'):
+                    self._refused[rank] = str(error).partition(": {")[0]
+                continue
+            trace = self._traces.get(rank)
+            if isinstance(line, Run) and line.rank == rank < line.world_size <= _MOST_RANKS:
+                if trace is None or (trace.run.pid, trace.run.started) != (line.pid, line.started):
+                    self._traces[rank] = RankTrace(line, num_earlier=0 if trace is None else trace.num_earlier + 1)
+            elif trace is not None:
+                trace.add(line)
+        if rank in self._traces:
+            self._traces[rank].num_unreadable += unreadable
+            self._traces[rank].flight = read_flight(path.with_name(f"rank-{rank}.flight"))
+
+
+def _last_run(traces: dict[int, RankTrace]) -> dict[int, RankTrace]:
+    """Those of the run that began last: a folder may have been used before, by more ranks."""
+    if not traces:
+        return {}
+    last = max(traces.values(), key=lambda trace: trace.run.started).run.id
+    return {rank: trace for rank, trace in traces.items() if trace.run.id == last}
+
+
+class _Tail:
+    """One rank's files: the older half first, once; then the current one, as it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._old = path.with_name(path.name.replace(".jsonl", ".old.jsonl"))
+        self._identity = b""
+        self._at = 0
+        self._rest = b""
+
+    def new_lines(self) -> tuple[list[str], bool]:
+        """Whole lines that were not there before; True if this is another file than before, not the next in turn."""
+        identity = _identity(self._path)
+        if not identity:
+            return [], False
+        texts: list[str] = []
+        restarted = False
+        if identity != self._identity:
+            old = _identity(self._old)
+            if old and self._identity in (b"", old):  # the rest of what became the older half, or all of it
+                texts += self._read(self._old)
+            else:
+                restarted = self._identity != b""
+            self._identity, self._at, self._rest = identity, 0, b""
+        texts += self._read(self._path)
+        return texts, restarted
+
+    def _read(self, path: Path) -> list[str]:
+        return list(_decoded(self._split(path)))
+
+    def _split(self, path: Path) -> Iterator[bytes]:
+        try:
+            with open(path, "rb") as file:
+                file.seek(self._at)
+                while self._at < _MAX_FILE_NBYTES and (piece := file.read(_AT_ONCE)):
+                    self._at += len(piece)
+                    *whole, self._rest = (self._rest + piece).split(b"\n")
+                    yield from whole
+                    if len(self._rest) > _MAX_LINE_NBYTES:
+                        self._rest = b""
+        except OSError:
+            return
+
+
+def _decoded(lines: Iterable[bytes]) -> Iterator[str]:
+    for line in lines:
+        if line:
+            yield line.decode("utf-8", errors="replace")
+
+
+def _identity(path: Path) -> bytes:
+    """The same for one file while it grows, and also once it has another name; nothing if there is none.
+
+    A new file may get the number of one that was removed: so its header, which says when it began, is part of it.
+    """
+    try:
+        with open(path, "rb") as file:
+            head = file.readline(_HEAD_NBYTES)
+            return b"%d %s" % (os.fstat(file.fileno()).st_ino, head)
+    except OSError:
+        return b""

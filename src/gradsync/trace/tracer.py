@@ -1,0 +1,311 @@
+"""A step as it happens: moments are noted, and become a line when the last of them has passed.
+
+    │ optimizer │ input │ forward │ backward │ wait │          at: the end of the last synchronization
+    at          │       │         │          └ everything of its own is done
+                │       └ the root forward begins
+                └ or, where the loader is ours, exactly from next() to its return
+
+What comes between (logging, zero_grad) is no phase. Of some steps every bucket and gradient is kept: the first, later
+one in ten.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from gradsync.trace.flight import Flight
+from gradsync.trace.flight import Moment as Flown
+from gradsync.trace.lines import BucketTimes, End, Error, Health, Line, Phase, Stats, Step, Value
+from gradsync.trace.recorder import StepRecord
+from gradsync.trace.tally import Span
+from gradsync.trace.timers import HostTimer, Moment, Timer
+from gradsync.trace.writer import Writer
+
+_DETAILED = 50  # steps at the beginning
+_ONE_IN = 10
+_STATS_FIRST, _STATS_EVERY = 50, 500
+_AT_ONCE = 32  # steps: to write them together costs a third of writing each
+_FLUSH_S = 0.5  # but no later: live views wait for them, and a rank that is killed takes them with it
+_MOST_PENDING = 64  # steps whose events have not passed: then they are let go
+
+T = TypeVar("T")
+Report = Callable[[], dict[str, Value]]
+
+
+@dataclass(slots=True)
+class Trip:
+    """A bucket's way through a step, as it happens."""
+
+    bucket: int
+    nbytes: int
+    ready: Moment | None = None
+    launched: Moment | None = None
+    wait_from: Moment | None = None
+    wait_to: Moment | None = None
+    done: Moment | None = None
+    spans: list[Span] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Draft:
+    """A step whose moments are noted, and not read yet."""
+
+    at: Moment
+    phases: list[tuple[str, Moment, Moment]] = field(default_factory=list)
+    gradients: list[tuple[int, Moment]] = field(default_factory=list)
+    trips: list[Trip] = field(default_factory=list)
+    header: tuple[Moment, Moment] | None = None
+    comm_s: float = 0.0
+    nbytes: int = 0
+    sent_nbytes: int = 0
+    raw_nbytes: int = 0
+    held_up_by: str | None = None
+    exact_input: bool = False
+    # When it is over
+    step: int = 0
+    end: Moment = 0.0
+    counts: bool = True
+    detailed: bool = True
+
+
+class Tracer:
+    """Hears of every moment of a rank's steps."""
+
+    def __init__(self, writer: Writer, flight: Flight | None, timer: Timer) -> None:
+        self.writer = writer
+        self.timer = timer
+        self.stats: Report = dict
+        self.count = 0
+        self.step = 0  # the synchronization under way
+        self._flight = flight
+        self._note = _nowhere if flight is None else flight.note  # a dozen times a step: no call in between
+        self._pending: deque[Draft] = deque()
+        self._closed = False
+        self._flush_at = 0.0
+        self._cheap = isinstance(timer, HostTimer)
+        self._begin(timer.now())
+
+    def _begin(self, at: Moment) -> None:
+        self._draft = Draft(at)
+        self._idle_since = at
+        self._forward_at: Moment | None = None
+        self._backward_at: Moment | None = None
+        self._optimizer_at: Moment | None = None
+        self.detailed = self.count < _DETAILED or self.count % _ONE_IN == 0
+        # An event costs some microseconds, and a model may have thousands of gradients.
+        self.each_gradient = self.detailed and (self._cheap or self.count % (_ONE_IN * _ONE_IN) == 0)
+
+    def detail(self) -> Moment | None:
+        """Now, on a detailed step."""
+        return self.timer.now() if self.detailed else None
+
+    # The moments, in the order of a step
+
+    def optimizer_begins(self) -> None:
+        self._optimizer_at = self.timer.now()
+        self._note(self.step, Flown.OPTIMIZER)
+
+    def optimizer_ends(self) -> None:
+        if self._optimizer_at is not None:
+            self._idle_since = self.timer.now()
+            self._draft.phases.append(("optimizer", self._optimizer_at, self._idle_since))
+            self._optimizer_at = None
+            self._note(self.step, Flown.STEPPED)
+
+    def input_begins(self) -> Moment:
+        self._note(self.step, Flown.INPUT)
+        return self.timer.now()
+
+    def input_ends(self, begun: Moment) -> None:
+        """A batch is here: from now on input is what the loader took, and nothing else."""
+        self._draft.phases.append(("input", begun, self.timer.now()))
+        self._draft.exact_input = True
+
+    def data(self, batches: Iterable[T]) -> Iterator[T]:
+        """The same batches, each with the time that it took to come."""
+        source = iter(batches)
+        while True:
+            begun = self.input_begins()
+            try:
+                batch = next(source)
+            except StopIteration:
+                return
+            self.input_ends(begun)
+            yield batch
+
+    def forward_begins(self) -> None:
+        if self._forward_at is not None:
+            return  # one more before backward
+        self._forward_at = self.timer.now()
+        if not self._draft.exact_input:
+            self._draft.phases.append(("input", self._idle_since, self._forward_at))
+        self._note(self.step, Flown.FORWARD)
+
+    def backward_begins(self) -> None:
+        self._backward_at = self.timer.now()
+        if self._forward_at is not None:
+            self._draft.phases.append(("forward", self._forward_at, self._backward_at))
+            self._forward_at = None
+        self._note(self.step, Flown.BACKWARD)
+
+    def arrived(self, index: int) -> None:
+        """A parameter's gradient is there; told only while `each_gradient`."""
+        self._draft.gradients.append((index, self.timer.now()))
+
+    def left(self, bucket: int) -> None:
+        self._note(self.step, Flown.BUCKET_LEFT, bucket)
+
+    def backward_ends(self) -> None:
+        self._idle_since = self.timer.now()
+        if self._backward_at is not None:
+            self._draft.phases.append(("backward", self._backward_at, self._idle_since))
+            self._backward_at = None
+        self._note(self.step, Flown.COMPUTED)
+
+    def waiting(self, bucket: int) -> None:
+        self._note(self.step, Flown.WAITING, bucket)
+
+    def waited(self, record: StepRecord) -> None:
+        """A synchronization's record is closed."""
+        draft = self._draft
+        if record.waited is not None:
+            draft.phases.append(("wait", *record.waited))
+        draft.comm_s += record.comm_s
+        draft.nbytes += record.nbytes
+        draft.sent_nbytes += record.sent_nbytes
+        draft.held_up_by = record.held_up_by
+        self._idle_since = self.timer.now()
+
+    def over(
+        self,
+        step: int,
+        counts: bool,
+        trips: Iterable[Trip] = (),
+        header: tuple[Moment, Moment] | None = None,
+        sent_nbytes: int | None = None,
+        raw_nbytes: int | None = None,
+    ) -> None:
+        """The step is over, and the next begins; `raw_nbytes`: what its gradients take, if not `nbytes`."""
+        draft, end = self._draft, self.timer.now()
+        draft.step, draft.end, draft.counts, draft.detailed = step, end, counts, self.detailed
+        draft.trips, draft.header = list(trips), header
+        if sent_nbytes is not None:
+            draft.sent_nbytes = sent_nbytes
+        draft.raw_nbytes = draft.nbytes if raw_nbytes is None else raw_nbytes
+        self._note(self.step, Flown.AVERAGED)
+        self._pending.append(draft)
+        self.count += 1
+        self.step = step + 1
+        if len(self._pending) >= _AT_ONCE or time.perf_counter() >= self._flush_at:
+            self._flush()
+        if self.count == _STATS_FIRST or self.count % _STATS_EVERY == 0:
+            self.writer.write(Stats(step, self.stats()))
+        self._begin(end)
+
+    # What is written as it is
+
+    def write(self, line: Line) -> None:
+        self.writer.write(line)
+
+    def health(self, finding: Health) -> None:
+        self.writer.write(finding)
+
+    def error(self, error: BaseException, ranks: Iterable[int], bucket: int | None = None) -> None:
+        """Synchronization failed: what was under way is told as far as it came."""
+        self._note(self.step, Flown.FAILED, -1 if bucket is None else bucket)
+        self._flush()
+        self.writer.write(Error(self.step, type(error).__name__, list(ranks), bucket, str(error)))
+
+    def close(self, why: str) -> None:
+        """Write the rest, and end."""
+        if self._closed:
+            return
+        self._closed = True
+        self._flush()
+        self._note(self.step, Flown.LEFT)
+        self.writer.write(Stats(self.step, self.stats()))
+        self.writer.write(End(self.step, why))
+        self.writer.close()
+        if self._flight is not None:
+            self._flight.close()
+            self._flight, self._note = None, _nowhere
+
+    def _flush(self) -> None:
+        """Write the steps that are known by now; what a device has not passed waits, but not for ever."""
+        self._flush_at = time.perf_counter() + _FLUSH_S
+        lines = []
+        while self._pending and self.timer.passed(self._pending[0].end):
+            draft = self._pending.popleft()
+            lines.append(_line(draft, self.timer))
+            self.timer.rebase(draft.end)
+        if lines:
+            self.writer.write(*lines)
+        while len(self._pending) > _MOST_PENDING:
+            self._pending.popleft()
+
+
+def _nowhere(step: int, moment: Flown, bucket: int = -1) -> None: ...
+
+
+def _line(draft: Draft, timer: Timer) -> Step:
+    read = timer.read
+    at = read(draft.at)
+
+    def offset(moment: Moment | None) -> float | None:
+        return None if moment is None else read(moment) - at
+
+    phases = _in_order([(name, read(start) - at, read(stop) - at) for name, start, stop in draft.phases])
+    spans = [span for trip in draft.trips for span in trip.spans]
+    header = None if draft.header is None else (read(draft.header[0]) - at, read(draft.header[1]) - at)
+    return Step(
+        step=draft.step,
+        at=at,
+        step_s=read(draft.end) - at,
+        phases=phases,
+        exposed_s=sum([phase.seconds for phase in phases if phase.name == "wait"]),
+        comm_s=draft.comm_s,
+        nbytes=draft.nbytes,
+        raw_nbytes=draft.raw_nbytes,
+        sent_nbytes=draft.sent_nbytes,
+        encode_s=_seconds(spans, "encode_s", timer),
+        decode_s=_seconds(spans, "decode_s", timer),
+        counts=draft.counts,
+        held_up_by=draft.held_up_by,
+        exact_input=draft.exact_input,
+        buckets=[_times(trip, timer, offset) for trip in draft.trips] if draft.detailed and draft.trips else None,
+        gradients=[(index, read(moment) - at) for index, moment in draft.gradients] or None,
+        header=header if draft.detailed else None,
+    )
+
+
+def _in_order(phases: Iterable[tuple[str, float, float]]) -> list[Phase]:
+    """One after the other: the host may begin to wait while the device, which is behind, still computes.
+
+    >>> _in_order([("backward", 1.0, 3.0), ("wait", 2.0, 4.0)])
+    [Phase(name='backward', start=1.0, stop=3.0), Phase(name='wait', start=3.0, stop=4.0)]
+    """
+    ordered: list[Phase] = []
+    latest = 0.0
+    for name, start, stop in phases:
+        if start < latest:
+            start = latest
+        latest = stop if stop > start else start
+        ordered.append(Phase(name, start, latest))
+    return ordered
+
+
+def _times(trip: Trip, timer: Timer, offset: Callable[[Moment | None], float | None]) -> BucketTimes:
+    encoded = next((span.stop for span in trip.spans if span.what == "encode_s"), trip.launched)
+    return BucketTimes(
+        trip.bucket, offset(trip.ready), offset(trip.launched), offset(encoded), offset(trip.done),
+        offset(trip.wait_from), offset(trip.wait_to), trip.nbytes,
+        _seconds(trip.spans, "encode_s", timer), _seconds(trip.spans, "decode_s", timer),
+    )  # fmt: skip
+
+
+def _seconds(spans: Iterable[Span], what: str, timer: Timer) -> float:
+    return sum([timer.read(span.stop) - timer.read(span.start) for span in spans if span.what == what])

@@ -1,0 +1,250 @@
+"""The trace of an attached model: every step, phase and bucket, whatever the plan; and it changes no bit."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gradsync as gs
+from gradsync.engine.clocks import Offset, estimate
+from gradsync.trace.reader import RankTrace, read_run
+from gradsync.transport.hosts import declare_host
+
+Run = Callable[..., list[Any]]
+STEPS = 6
+PHASES = ["optimizer", "input", "forward", "backward", "wait"]
+
+
+def train(folder: str | None, plan: gs.Plan | None = None, steps: int = STEPS, exact: bool = False) -> list[Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    sync = gs.attach(model, optimizer, plan, trace=folder)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    batches = [torch.randn(4, 64, generator=generator) for _ in range(steps)]
+    for batch in sync.data(batches) if exact else batches:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    while sync.drain():
+        optimizer.step()
+        optimizer.zero_grad()
+    stats = sync.stats()
+    sync.detach()
+    return [stats, [param.detach().clone() for param in model.parameters()]]
+
+
+def traced(run: Run, folder: Path, *args: Any, ranks: int = 2) -> dict[int, RankTrace]:
+    run(train, str(folder), *args, ranks=ranks)
+    traces = read_run(folder)
+    assert traces.missing == []
+    return traces.ranks
+
+
+def test_every_step_has_its_phases_in_order(run: Run, tmp_path: Path) -> None:
+    for trace in traced(run, tmp_path, gs.Plan(bucket_bytes=4096)).values():
+        assert [step.step for step in trace.steps] == list(range(STEPS))
+        assert [phase.name for phase in trace.steps[0].phases] == PHASES[1:]
+        for step in trace.steps[1:]:
+            assert [phase.name for phase in step.phases] == PHASES
+            borders = [moment for phase in step.phases for moment in (phase.start, phase.stop)]
+            assert borders == sorted(borders)
+            assert 0 <= borders[0] <= borders[-1] <= step.step_s + 1e-6
+            assert step.own_s + step.exposed_s == pytest.approx(step.step_s, abs=2e-6)
+        ends = [step.at + step.step_s for step in trace.steps]
+        assert ends[:-1] == pytest.approx([step.at for step in trace.steps[1:]], abs=2e-6)
+        assert trace.end is not None
+        assert trace.end.why == "detach"
+        assert trace.num_unreadable == 0
+
+
+def test_every_bucket_and_gradient_has_its_moments(run: Run, tmp_path: Path) -> None:
+    for trace in traced(run, tmp_path, gs.Plan(bucket_bytes=4096)).values():
+        layout = trace.layouts[-1].buckets
+        assert sorted(index for bucket in layout for index in bucket.parameters) == list(range(6))
+        step = trace.steps[-1]
+        assert step.buckets is not None
+        assert step.gradients is not None
+        assert [bucket.bucket for bucket in step.buckets] == [bucket.bucket for bucket in layout]
+        assert sorted(index for index, _ in step.gradients) == list(range(6))
+        ready = dict(step.gradients)
+        for bucket, plan in zip(step.buckets, layout, strict=True):
+            assert bucket.ready is not None
+            assert bucket.ready >= max(ready[index] for index in plan.parameters) - 1e-6
+            moments = [bucket.ready, bucket.launched, bucket.sent, bucket.done]
+            assert moments == sorted(moments, key=lambda moment: moment or 0.0)
+            assert None not in (*moments, bucket.wait_from, bucket.wait_to)
+        assert step.nbytes == sum(bucket.nbytes for bucket in layout)
+        assert step.header is not None
+
+
+@pytest.mark.parametrize(
+    ("plan", "num_steps", "compressor"),
+    [
+        (gs.Plan(compress=gs.int8()), STEPS, "int8"),
+        (gs.Plan(compress=gs.powersgd(2)), STEPS, "powersgd"),
+        (gs.Plan(pace=gs.accumulate(2)), STEPS // 2 + 1, None),  # drain() makes one more
+        (gs.Plan(overlap="none"), STEPS, None),
+        (gs.Plan(pace=gs.delayed(1)), STEPS, None),
+        (gs.Plan(pace=gs.local_sgd(2)), STEPS, None),
+        (gs.Plan(pace=gs.async_sgd(max_staleness=2)), STEPS, None),
+        (gs.Plan(pace=gs.gossip()), STEPS, None),
+    ],
+)
+def test_every_kind_of_plan_leaves_a_trace(
+    run: Run, tmp_path: Path, plan: gs.Plan, num_steps: int, compressor: str | None
+) -> None:
+    for trace in traced(run, tmp_path, plan).values():
+        assert len(trace.steps) == num_steps
+        assert {phase.name for step in trace.steps for phase in step.phases} >= {"forward", "backward", "optimizer"}
+        if compressor is not None:
+            last = trace.steps[-1]
+            assert 0 < last.nbytes < last.raw_nbytes
+            assert min(last.encode_s, last.decode_s) > 0
+            assert compressor in {bucket.compressor for bucket in trace.layouts[-1].buckets}
+
+
+@pytest.mark.parametrize("pace", [gs.gossip(), gs.async_sgd(0)])
+def test_waiting_without_collectives_is_no_input(run: Run, tmp_path: Path, pace: Any) -> None:
+    """After the optimizer's step; what is waited there for neighbours or owners would else count as input."""
+    for trace in traced(run, tmp_path, gs.Plan(pace=pace)).values():
+        for step in trace.steps[1:]:
+            assert [phase.name for phase in step.phases if phase.name != "optimizer"] == ["wait", *PHASES[1:-1]]
+            assert step.exposed_s == pytest.approx(step.seconds("wait"), abs=2e-6)
+
+
+def test_all_ranks_of_a_run_write_its_name(run: Run, tmp_path: Path) -> None:
+    first, second = ({trace.run.id for trace in traced(run, tmp_path / name).values()} for name in "ab")
+    assert len(first) == len(second) == 1
+    assert first != second
+
+
+def check_same_bits(folder: str) -> None:
+    for plan in (gs.Plan(bucket_bytes=4096), gs.Plan(compress=gs.int8())):
+        for ours, theirs in zip(train(folder, plan)[1], train(None, plan)[1], strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_tracing_changes_no_bit(run: Run, tmp_path: Path) -> None:
+    run(check_same_bits, str(tmp_path))
+
+
+def test_input_is_exact_where_the_loader_is_ours(run: Run, tmp_path: Path) -> None:
+    for trace in traced(run, tmp_path, None, STEPS, True).values():
+        assert all(step.exact_input for step in trace.steps)
+        assert all(step.seconds("input") > 0 for step in trace.steps)
+
+
+def check_environment(folder: str) -> None:
+    with patch.dict(os.environ, {"GRADSYNC_TRACE": folder}):
+        train(None)
+
+
+def test_the_environment_traces_without_a_change(run: Run, tmp_path: Path) -> None:
+    run(check_environment, str(tmp_path / "env"))
+    assert [len(trace.steps) for trace in read_run(tmp_path / "env").ranks.values()] == [STEPS, STEPS]
+
+
+def check_two_models(folder: str) -> None:
+    models = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    syncs = [gs.attach(model, torch.optim.SGD(model.parameters(), 0.1), trace=folder) for model in models]
+    for _ in range(3):
+        for model in models:
+            model(torch.full((2, 4), 1.0 + dist.get_rank())).sum().backward()
+    for sync in syncs:
+        sync.detach()
+
+
+def test_two_models_have_two_traces(run: Run, tmp_path: Path) -> None:
+    run(check_two_models, str(tmp_path))
+    assert [len(read_run(folder).ranks[1].steps) for folder in (tmp_path, tmp_path / "model-2")] == [3, 3]
+
+
+def check_one_traces(folder: str) -> None:
+    train(folder if dist.get_rank() else None)
+
+
+def test_one_rank_may_trace_alone(run: Run, tmp_path: Path) -> None:
+    run(check_one_traces, str(tmp_path))
+    assert list(read_run(tmp_path).ranks) == [1]
+    assert read_run(tmp_path).missing == [0]
+
+
+def check_dropped(folder: str) -> None:
+    model = nn.Linear(4, 4)
+    guard = gs.Guard(nonfinite="skip")
+    sync = gs.attach(model, torch.optim.SGD(model.parameters(), 0.1), guard=guard, trace=folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(4):
+            poison = float("nan") if (step, dist.get_rank()) == (2, 1) else 1.0
+            model(torch.full((2, 4), poison + dist.get_rank())).sum().backward()
+    sync.detach()
+
+
+def test_a_skipped_step_and_its_cause_are_told(run: Run, tmp_path: Path) -> None:
+    run(check_dropped, str(tmp_path))
+    for trace in read_run(tmp_path).ranks.values():
+        assert [step.counts for step in trace.steps] == [True, True, False, True]
+        [found] = trace.health
+        assert (found.step, found.what, found.ranks, found.parameter) == (2, "nonfinite", [1], "weight")
+
+
+def check_clocks(hosts: list[str], folder: str) -> None:
+    declare_host(hosts[dist.get_rank()])
+    try:
+        train(folder, steps=2)
+    finally:
+        declare_host(None)
+
+
+def test_clocks_of_hosts_are_compared_and_wires_are_read(run: Run, tmp_path: Path) -> None:
+    run(check_clocks, ["a", "b"], str(tmp_path))
+    for trace in read_run(tmp_path).ranks.values():
+        # Both are really one machine: the truth is known.
+        assert abs(trace.clocks[0].offset_s) <= trace.clocks[0].error_s + 1e-6
+    assert read_run(tmp_path).ranks[0].clocks[0].error_s == 0
+
+
+def test_clocks_are_off_by_no_more_than_the_error() -> None:
+    truth, travel = 7.0, (0.004, 0.001)
+    rounds, now, received = [], 0.0, (0.0, 0.0)
+    for _ in range(5):
+        sent = (now, now - truth + 0.0005)
+        rounds.append([(sent[0], received[0]), (sent[1], received[1])])
+        received = (sent[1] + truth + travel[0], sent[0] - truth + travel[1])
+        now += 0.01
+    found = estimate(rounds, 1)
+    assert abs(found.offset_s - truth) <= found.error_s
+    assert found.error_s <= sum(travel)
+    assert estimate(rounds, 0) == Offset(pytest.approx(0.0, abs=0.01), pytest.approx(0.0, abs=0.01))
+
+
+def test_a_trace_that_is_no_path_is_refused() -> None:
+    with pytest.raises(TypeError, match="trace must be the path of a folder, got 3"):
+        gs.attach(nn.Linear(2, 2), trace=3)  # type: ignore[arg-type]
+
+
+def check_spans() -> list[str]:
+    model = nn.Linear(4, 4)
+    sync = gs.attach(model, torch.optim.SGD(model.parameters(), 0.1))
+    batch = torch.full((2, 4), 1.0 + dist.get_rank())
+    model(batch).sum().backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        model(batch).sum().backward()
+    sync.detach()
+    return [event.key for event in profiler.key_averages() if event.key.startswith("gradsync")]
+
+
+def test_the_profiler_shows_our_spans_by_name(run: Run) -> None:
+    for names in run(check_spans):
+        assert {"gradsync: launch bucket 0", "gradsync: wait bucket 0", "gradsync: wait for the header"} <= {*names}

@@ -1,0 +1,211 @@
+"""`gs.observe`: a stock DDP model is traced and checked, and trains the very same weights."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import gradsync as gs
+from gradsync.trace.reader import read_run
+
+Run = Callable[..., list[Any]]
+STEPS = 5
+
+
+def wrapped(**options: Any) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+    return DistributedDataParallel(model, bucket_cap_mb=0.01, **options)
+
+
+def train(ddp: DistributedDataParallel, steps: int = STEPS) -> list[torch.Tensor]:
+    optimizer = torch.optim.AdamW(ddp.parameters())
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for step in range(steps):
+        with ddp.no_sync() if step == 2 else warnings.catch_warnings():
+            ddp(torch.randn(4, 64, generator=generator)).square().mean().backward()
+        if step != 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [param.detach().clone() for param in ddp.parameters()]
+
+
+def check_same_bits(folder: str) -> None:
+    for number, options in enumerate([{}, {"gradient_as_bucket_view": True}, {"static_graph": True}]):
+        plain = train(wrapped(**options))
+        ddp = wrapped(**options)
+        observer = gs.observe(ddp, trace=f"{folder}/{number}")
+        ours = train(ddp)
+        observer.close()
+        assert all(torch.equal(one, two) for one, two in zip(ours, plain, strict=True)), options
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_observed_model_trains_the_same_bits(run: Run, tmp_path: Path, ranks: int) -> None:
+    run(check_same_bits, str(tmp_path), ranks=ranks)
+    for folder in tmp_path.iterdir():
+        for trace in read_run(folder).ranks.values():
+            assert trace.run.source == "ddp"
+            assert len(trace.steps) == STEPS - 1  # one was under no_sync()
+            last = trace.steps[-1]
+            assert [phase.name for phase in last.phases] == ["optimizer", "input", "forward", "backward", "wait"]
+            assert sorted(index for bucket in trace.layouts[-1].buckets for index in bucket.parameters) == [*range(6)]
+            assert last.buckets is not None
+            assert all(bucket.launched <= bucket.done for bucket in last.buckets)  # type: ignore[operator]
+            assert last.nbytes == sum(bucket.nbytes for bucket in last.buckets)
+            assert trace.health == []
+
+
+def check_own_hook(folder: str) -> dict[str, Any]:
+    ddp = wrapped()
+    observer = gs.observe(ddp, trace=folder)
+    ddp.register_comm_hook(None, fp16_compress_hook)
+    train(ddp)
+    stats = observer.stats()
+    observer.close()
+    return stats
+
+
+def test_a_hook_of_the_user_stays_and_the_rest_is_seen(run: Run, tmp_path: Path) -> None:
+    for stats in run(check_own_hook, str(tmp_path)):
+        assert stats["steps"] == STEPS - 1
+    step = read_run(tmp_path).ranks[0].steps[-1]
+    assert step.buckets is None
+    assert step.gradients is not None
+    assert step.exposed_s > 0
+
+
+def check_drift(folder: str) -> list[str]:
+    ddp = wrapped()
+    observer = gs.observe(ddp, trace=folder, guard=gs.Guard(nonfinite="skip"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(ddp, 4)
+        if dist.get_rank() == 1:
+            list(ddp.parameters())[2].data.view(torch.int32)[3, 5] ^= 1 << 20
+        train(ddp, 66)
+        poison = float("nan") if dist.get_rank() == 2 else 1.0
+        for _ in range(3):
+            ddp(torch.full((4, 64), poison)).square().mean().backward()
+            ddp.zero_grad()
+            poison = 1.0
+    observer.close()
+    return [str(each.message) for each in caught]
+
+
+def test_drift_and_nan_are_named(run: Run, tmp_path: Path) -> None:
+    for told in run(check_drift, str(tmp_path), ranks=3):
+        drift = [each for each in told if "the replicas differ" in each]
+        assert len(drift) == 1
+        assert 'parameter "2.weight"' in drift[0]
+        assert "rank 1" in drift[0]
+        assert any("rank 2 has NaN or Inf in the gradient of" in each for each in told)
+    for trace in read_run(tmp_path).ranks.values():
+        assert [(each.what, each.ranks) for each in trace.health] == [("drift", [1]), ("nonfinite", [2])]
+
+
+def check_join(folder: str) -> None:
+    ddp = wrapped()
+    observer = gs.observe(ddp, trace=folder)
+    with ddp.join():
+        train(ddp, 3 + 2 * dist.get_rank())
+    observer.close()
+
+
+def test_ranks_may_join(run: Run, tmp_path: Path) -> None:
+    run(check_join, str(tmp_path))
+    assert all(trace.steps for trace in read_run(tmp_path).ranks.values())
+
+
+def test_only_ddp_is_observed() -> None:
+    with pytest.raises(TypeError, match=r"takes a DistributedDataParallel, got Linear; .* gs\.attach"):
+        gs.observe(nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+STRANGER = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(os.environ["RANK"]), world_size=2)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(4):
+    if os.environ.get("FAULT") and dist.get_rank() == 1 and step == 3:
+        raise RuntimeError("a bug in the training loop")
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("fault", ["", "1"])
+def test_a_script_that_knows_nothing_of_us_is_traced_by_the_environment(tmp_path: Path, fault: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(STRANGER)
+    ranks = []
+    for rank in range(2):
+        own = {"RANK": str(rank), "GRADSYNC_TRACE": str(tmp_path / "run"), "FAULT": fault, "GLOO_SOCKET_IFNAME": "lo"}
+        command = [sys.executable, str(script), str(tmp_path / "store")]
+        ranks.append(subprocess.Popen(command, env=os.environ | own, stderr=subprocess.PIPE, text=True))
+    said = [rank.communicate(timeout=90)[1] for rank in ranks]
+    traces = read_run(tmp_path / "run").ranks
+    if not fault:
+        assert [rank.returncode for rank in ranks] == [0, 0], said
+        assert [len(trace.steps) for trace in traces.values()] == [4, 4]
+        assert all(trace.end is not None and trace.end.why == "exit" for trace in traces.values())
+    else:
+        [error] = traces[1].errors
+        assert (error.what, error.text) == ("RuntimeError", "a bug in the training loop")
+        assert len(traces[1].steps) == 3
+
+
+def check_sharded_optimizer(folder: str) -> None:
+    """Every rank holds another part of the state, by design."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    ddp = wrapped()
+    observer = gs.observe(ddp, trace=folder)
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3)
+    for _ in range(6):
+        ddp(torch.full((4, 64), 1.0 + dist.get_rank())).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    observer.close()
+
+
+def test_an_optimizer_in_parts_is_no_drift(run: Run, tmp_path: Path) -> None:
+    run(check_sharded_optimizer, str(tmp_path))
+    assert all(trace.health == [] for trace in read_run(tmp_path).ranks.values())
+
+
+def copy_and_save(folder: str) -> None:
+    """As scripts do that average weights, or save the wrapper whole."""
+    ddp = wrapped()
+    observer = gs.observe(ddp, trace=folder)
+    train(ddp)
+    twin = copy.deepcopy(ddp)
+    assert all(torch.equal(a, b) for a, b in zip(twin.parameters(), ddp.parameters(), strict=True))
+    saved = io.BytesIO()
+    torch.save(ddp, saved)
+    steps = observer.stats()["steps"]
+    train(twin, steps=2)
+    assert observer.stats()["steps"] == steps, "the copy is not observed"
+    assert observer.stats()["sent_nbytes"] == observer.stats()["nbytes"] > 0  # 2 (n - 1) / n of it with two ranks
+    observer.close()
+
+
+def test_an_observed_model_can_be_copied_and_saved(run: Run, tmp_path: Path) -> None:
+    run(copy_and_save, str(tmp_path))

@@ -1,0 +1,86 @@
+"""A shaped link is named; even and unsteady ones, and those that wait for a late rank, are not."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from made_runs import NOISY, QUIET, made_run
+
+from gradsync.report.links import SlowLink
+from gradsync.report.summary import summarize
+from gradsync.trace.lines import Wire, Wires
+from gradsync.trace.reader import RunTrace
+
+
+def slow_links(run: RunTrace) -> list[SlowLink]:
+    return summarize(run).links
+
+
+def test_a_link_of_a_tenth_is_named_with_both_ends_and_both_rates() -> None:
+    for seed in range(10):
+        ranks = random.Random(seed).choice([2, 3, 4, 8])
+        rank = random.Random(seed).randrange(ranks)
+        peer = (rank + 1) % ranks
+        (found,) = slow_links(made_run(ranks, 100, seed, noise=NOISY, slow_links={(rank, peer): 0.1}))
+        assert (found.rank, found.peer) == (rank, peer), f"seed {seed}"
+        assert found.rate < found.usual / 3
+        assert f"from rank {rank} (host" in found.text
+        assert f"to rank {peer} (host" in found.text
+
+
+def test_no_link_of_a_clean_run_is_called_slow() -> None:
+    for seed in range(15):
+        assert slow_links(made_run(4, 100, seed, noise=NOISY, detailed=False)) == [], f"seed {seed}"
+
+
+def test_a_link_that_is_hardly_used_is_not_judged() -> None:
+    run = made_run(4, 100)
+    run.ranks[0].wires[0].wires.append(Wire(3, "10.0.0.4", 100_000, 0.2, 0.0003, 0))
+    assert slow_links(run) == []
+
+
+def test_a_link_to_a_late_rank_is_not_called_slow() -> None:
+    """What it does not take waits on the sender's side."""
+    for seed in range(10):
+        run = made_run(4, 100, seed, slow={2: {"input": 0.04}})
+        run.ranks[1].wires[:] = [
+            Wires(line.step, [wire._replace(busy_s=wire.busy_s + 20 * 0.04) for wire in line.wires if wire.peer == 2])
+            for line in run.ranks[1].wires
+        ]
+        assert slow_links(run) == []
+
+
+def test_a_rank_that_is_a_little_late_does_not_make_its_link_slow() -> None:
+    run = made_run(4, 100, slow={2: {"input": 0.003}})
+    run.ranks[1].wires[:] = [
+        Wires(line.step, [wire._replace(busy_s=wire.busy_s + 20 * 0.003) for wire in line.wires if wire.peer == 2])
+        for line in run.ranks[1].wires
+    ]
+    assert slow_links(run) == []
+
+
+@pytest.mark.parametrize("probed", [None, 500e6])
+def test_two_slow_directions_of_two_ranks_show_only_beside_a_probe(probed: float | None) -> None:
+    shaped = {(0, 1): 0.1, (1, 0): 0.1}
+    run = made_run(2, 100, noise=QUIET, slow_links=shaped, stats={"link_bandwidth": probed})
+    found = slow_links(run)
+    assert {(each.rank, each.peer) for each in found} == (set() if probed is None else {(0, 1), (1, 0)})
+    assert all("the probe found 500 MB/s" in each.text for each in found)
+
+
+def test_a_link_whose_other_end_is_not_known_is_named_by_its_address() -> None:
+    run = made_run(4, 100, slow_links={(0, 1): 0.1})
+    for trace in run.ranks.values():
+        for line in trace.wires:
+            line.wires[:] = [wire._replace(peer=None) for wire in line.wires]
+    (found,) = slow_links(run)
+    assert found.address == "10.0.0.2"
+    assert "10.0.0.2" in found.text
+
+
+def test_retransmits_are_warned_of() -> None:
+    run = made_run(4, 100)
+    run.ranks[2].wires[1].wires[0] = run.ranks[2].wires[1].wires[0]._replace(retransmits=5000)
+    assert any("sent again" in warned.text for warned in summarize(run).warnings)
+    assert not any("sent again" in warned.text for warned in summarize(made_run(4, 100)).warnings)

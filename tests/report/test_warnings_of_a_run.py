@@ -1,0 +1,125 @@
+"""Each warning comes when its cause is there, not otherwise, and says what to do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from made_runs import NOISY, made_run
+
+from gradsync.report.happened import first_event
+from gradsync.report.summary import summarize
+from gradsync.report.warnings import Warned
+from gradsync.trace.flight import Entry, Moment
+from gradsync.trace.lines import BucketPlan, Layout
+from gradsync.trace.reader import RunTrace
+
+
+def warned(run: RunTrace, words: str) -> Warned | None:
+    found = [each for each in summarize(run).warnings if words in each.text]
+    assert len(found) < 2
+    return found[0] if found else None
+
+
+def test_clean_runs_warn_of_nothing() -> None:
+    for seed in range(20):
+        assert summarize(made_run(4, 60, seed, noise=replace(NOISY, stalls=0.0))).warnings == [], f"seed {seed}"
+
+
+def test_stalls_warn_of_long_steps_at_most() -> None:
+    for seed in range(20):
+        for each in summarize(made_run(4, 60, seed, noise=NOISY)).warnings:
+            assert "times as long as usual" in each.text, f"seed {seed}"
+
+
+def test_nothing_overlaps() -> None:
+    found = warned(made_run(4, 60, overlap=False), "Nothing overlaps")
+    assert found is not None
+    assert "torch.compile" in found.advice
+
+
+def test_one_bucket_cannot_overlap() -> None:
+    run = made_run(4, 60, overlap=False)
+    for trace in run.ranks.values():
+        trace.layouts[:] = [Layout(1, trace.layouts[0].buckets[:1])]
+    found = warned(run, "Nothing overlaps")
+    assert found is not None
+    assert "bucket_bytes" in found.advice
+
+
+def test_many_tiny_buckets() -> None:
+    run = made_run(4, 60, overlap=False)
+    for trace in run.ranks.values():
+        trace.layouts[:] = [Layout(1, [BucketPlan(index, [index], 4096, None) for index in range(64)])]
+    found = warned(run, "64 buckets of 4.1 kB")
+    assert found is not None
+    assert "bucket_bytes" in found.advice
+
+
+def test_a_parameter_that_holds_up_full_buckets() -> None:
+    run = made_run(2, 60)
+    run.ranks[1].steps[:] = [replace(step, held_up_by="a\nb") for step in run.ranks[1].steps]
+    assert warned(run, "wait for a�b in 59 of 59 steps") is not None
+    run.ranks[1].steps[5:] = [replace(step, held_up_by=None) for step in run.ranks[1].steps[5:]]
+    assert warned(run, "wait for") is None
+
+
+def test_compression_that_costs_more_than_it_saves() -> None:
+    assert warned(made_run(4, 60, ratio=4.0, encode_s=0.03), "costs more than it saves") is not None
+    assert warned(made_run(4, 60, ratio=4.0, encode_s=0.001), "costs more than it saves") is None
+
+
+def test_a_large_error_of_compression() -> None:
+    assert warned(made_run(4, 60, ratio=4.0, stats={"audit_error": 0.8}), "80 %") is not None
+    assert warned(made_run(4, 60, ratio=4.0, stats={"audit_error": 0.01}), "exact mean") is None
+
+
+def test_staleness_at_its_bound() -> None:
+    at_bound = {"staleness_max": 4, "staleness_mean": 3.0, "staleness_bound": 4}
+    assert warned(made_run(2, 60, stats=at_bound), "4 are allowed") is not None
+    assert warned(made_run(2, 60, stats=at_bound | {"staleness_mean": 0.5}), "allowed") is None
+
+
+@pytest.mark.parametrize(("predicted", "off"), [(0.045, False), (0.02, True), (0.1, True), (None, False)])
+def test_a_prediction_that_is_off(predicted: float | None, off: bool) -> None:
+    assert (warned(made_run(4, 60, stats={"predicted_step_s": predicted}), "predicted") is not None) == off
+
+
+def test_missing_files_torn_lines_and_short_runs() -> None:
+    run = made_run(4, 5)
+    del run.ranks[1], run.ranks[2]
+    run.ranks[0].num_unreadable = 3
+    assert warned(run, "files of ranks 1 and 2 are not here") is not None
+    assert warned(run, "3 lines could not be read") is not None
+    assert warned(run, "too few to call a rank late") is not None
+
+
+def test_ranks_that_stop_while_others_end() -> None:
+    run = made_run(4, 60)
+    run.ranks[2].end = None
+    found = warned(run, "Rank 2 stopped without a last word")
+    assert found is not None
+    assert "gradsync doctor" in found.advice
+
+
+def test_a_run_that_still_goes_on_is_not_called_stopped() -> None:
+    run = made_run(4, 60)
+    for trace in run.ranks.values():
+        trace.end = None
+    assert warned(run, "stopped") is None
+
+
+def test_few_steps_that_take_a_good_part_of_the_time() -> None:
+    run = made_run(4, 60)
+    for trace in run.ranks.values():
+        trace.steps[30] = replace(trace.steps[30], step_s=5.0)
+    assert warned(run, "1 of 59 steps take") is not None
+
+
+def test_a_trace_that_a_full_disk_cut_short_is_no_crash() -> None:
+    run = made_run(2, 30)
+    for trace in run.ranks.values():
+        trace.end = None
+        trace.flight = [Entry(1, 9.0, 60, Moment.STEPPED, None), Entry(2, 9.5, 60, Moment.LEFT, None)]
+    assert any("cut short after step 30" in warned.text for warned in summarize(run).warnings)
+    assert first_event(run, now=1e12) is None
