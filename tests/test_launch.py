@@ -576,7 +576,7 @@ def test_mpi_on_one_host_needs_no_address(script: str, tmp_path: Path) -> None:
         assert code == 0, err
         assert out == f"rank {rank} of 2 has 3\n" * 2
     assert "gloo on lo (127.0.0.1)" in outcomes[0][2]
-    assert outcomes[1][2] == ""
+    assert "gloo on" not in outcomes[1][2]  # once per host; c10d may tell there that it tried twice to connect
 
 
 # --- two hosts: two network namespaces of this kernel, joined by a cable of their own ---

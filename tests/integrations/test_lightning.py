@@ -13,10 +13,12 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy
-from lightning_training import Pair, Plain, assert_equal, assert_replicas_equal, fit, loader, trainer, weights
+from lightning_training import Here, Pair, Plain, assert_equal, assert_replicas_equal, fit, loader, trainer, weights
 
 import gradsync as gs
+from gradsync.integrations.batch_norm import convert
 from gradsync.integrations.lightning import GradSyncStrategy
 from gradsync.integrations.lightning_refusals import refuse
 
@@ -92,6 +94,28 @@ def test_loops_besides_training_are_lightnings_own(run: Run) -> None:
     run(other_loops)
 
 
+class GlobalBatchNorm(TorchSyncBatchNorm):
+    """Ours, under Lightning's own strategy: what PyTorch has itself is for GPUs."""
+
+    def apply(self, model: torch.nn.Module) -> torch.nn.Module:
+        return convert(model)
+
+
+def with_sync_batchnorm() -> None:
+    stock = fit(DDPStrategy(find_unused_parameters=True), plugins=[Here(), GlobalBatchNorm()])
+    ours = fit(GradSyncStrategy(), sync_batchnorm=True)
+    assert_equal(weights(ours), weights(stock))  # statistics too, and on every rank
+    assert not any(isinstance(each, torch.nn.SyncBatchNorm) for each in ours.modules())  # Lightning takes it off again
+    apart = fit(GradSyncStrategy())
+    assert not torch.equal(ours.body[1].running_mean, apart.body[1].running_mean)
+    if dist.get_rank() == 0:
+        ours.eval().body(torch.randn(3, 8))
+
+
+def test_sync_batchnorm_has_the_statistics_of_all_ranks(run: Run) -> None:
+    run(with_sync_batchnorm)
+
+
 PACES = [gs.accumulate(2), gs.delayed(1), gs.local_sgd(3), gs.diloco(3), gs.async_sgd(0), gs.gossip()]
 
 
@@ -124,9 +148,6 @@ def refusals() -> None:
         fit(GradSyncStrategy(gs.Plan(pace=gs.accumulate(2))), callbacks=[GradientAccumulationScheduler({4: 2})])
     with pytest.raises(ValueError, match="refuses a step without gradients, which Delayed"):
         refuse(gs.Plan(pace=gs.delayed(1)), None, None, scaled=True)
-    for kind in (DDPStrategy, GradSyncStrategy):  # PyTorch's SyncBatchNorm is for GPUs
-        with pytest.raises(ValueError, match=r"SyncBatchNorm (expected input tensor|layers only work)"):
-            fit(kind(), sync_batchnorm=True)
     with pytest.raises(ZeroDivisionError if dist.get_rank() == 1 else gs.GradSyncError):
         fit(GradSyncStrategy(guard=gs.Guard(timeout=20)), OneRaises)
 

@@ -2,11 +2,12 @@
 
     trainer = L.Trainer(strategy=GradSyncStrategy(gs.Plan(compress=gs.int8())), devices=2)
 
-Everything that is not gradients (launching, the process group, logging, samplers, SyncBatchNorm) stays what Lightning's
-own DDPStrategy does. To keep DDP itself, see `lightning_ddp`.
+Everything that is not gradients (launching, the process group, logging, samplers) stays what Lightning's own DDPStrategy
+does; only SyncBatchNorm works on CPUs too (`batch_norm`). To keep DDP itself, see `lightning_ddp`.
 
 Note [Where Lightning calls]
-    setup             the optimizers exist: attach, on every rank at once; for fit only
+    setup             BatchNorm becomes SyncBatchNorm, if so wished; then the optimizers exist: attach, on every rank at
+                      once; for fit only
     training_step     through the module's own `__call__`, so that our hooks see where a step begins, as DDP's would
     backward          nothing: the hooks are on the parameters; `accumulate_grad_batches` runs under no_sync()
     optimizer_step    nothing: backward runs in a closure inside of `step()`; see [Closures] in engine/hooks.py
@@ -26,6 +27,7 @@ import torch
 
 try:
     import lightning.pytorch as pl
+    from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
     from lightning.pytorch.plugins.precision import MixedPrecision
     from lightning.pytorch.trainer.states import TrainerFn
 except ImportError as error:
@@ -33,6 +35,7 @@ except ImportError as error:
 
 from gradsync.engine.attachment import attach, check_terms
 from gradsync.engine.inventory import check_ignore
+from gradsync.integrations.batch_norm import convert
 from gradsync.integrations.lightning_refusals import accumulating, refuse
 from gradsync.integrations.lightning_state import Carrier
 from gradsync.paces import EveryStep
@@ -82,6 +85,8 @@ class GradSyncStrategy(Carrier):
         """Where Lightning wraps the model: it stays as it is."""
 
     def setup(self, trainer: pl.Trainer) -> None:
+        if type(self._layer_sync) is TorchSyncBatchNorm:  # sync_batchnorm=True
+            self._layer_sync = _SyncBatchNorm()
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -119,7 +124,7 @@ class GradSyncStrategy(Carrier):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module = self.lightning_module
         assert module is not None
-        with self.precision_plugin.train_step_context():
+        with self.precision_plugin.train_step_context(), self._naming("a collective of the training step"):
             return self._forward_redirection(module, module, "training_step", *args, **kwargs)
 
     @contextmanager
@@ -132,3 +137,10 @@ class GradSyncStrategy(Carrier):
         """The numbers of `sync.stats()` under `gradsync/`: `self.log_dict(self.trainer.strategy.stats())`."""
         found = {} if self.sync is None else self.sync.stats()
         return {f"gradsync/{key}": float(value) for key, value in found.items() if isinstance(value, int | float)}
+
+
+class _SyncBatchNorm(TorchSyncBatchNorm):
+    """Lightning's own, but for CPUs too."""
+
+    def apply(self, model: torch.nn.Module) -> torch.nn.Module:
+        return convert(model)

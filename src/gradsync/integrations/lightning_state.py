@@ -81,6 +81,10 @@ class Carrier(DDPStrategy):
     def _naming(self, what: str) -> AbstractContextManager[None]:
         return nullcontext() if self.sync is None else self.sync.naming_lost(what)
 
+    def backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self._naming("a collective of backward"):
+            return super().backward(*args, **kwargs)
+
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         with self._naming("a barrier of Lightning"):
             super().barrier(*args, **kwargs)

@@ -1,0 +1,142 @@
+"""SyncBatchNorm on CPUs: the statistics of all ranks' batches, which PyTorch itself has for GPUs only.
+
+    model = convert(model)              # before attach; parameters and buffers stay the objects that they are
+
+Note [Two exchanges]
+    forward    counts, means and squared deviations are gathered, and every rank merges them in the order of the
+               ranks: running statistics stay equal to the bit, and a rank may have a batch of another size, or none
+    backward   a rank's input has moved the outputs of all: Σ dy and Σ dy·x̂ are summed over the ranks. The gradients of
+               weight and bias stay this rank's own, to be averaged like those of every other parameter
+
+    Both are collectives of the forward's and backward's own order, on the group given, never on ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+__all__ = ["SyncBatchNorm", "convert"]
+
+
+def convert(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
+    """Every BatchNorm and `torch.nn.SyncBatchNorm` of `module` as one that works on CPUs too; on a GPU it is PyTorch's.
+
+    >>> net = convert(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+    >>> type(net[1]).__name__, list(net.state_dict())[2:4]
+    ('SyncBatchNorm', ['1.weight', '1.bias'])
+    """
+    converted = nn.SyncBatchNorm.convert_sync_batchnorm(module, group)
+    for each in converted.modules():
+        if type(each) is nn.SyncBatchNorm:
+            each.__class__ = SyncBatchNorm  # the same attributes, another forward
+    return converted
+
+
+class SyncBatchNorm(nn.SyncBatchNorm):
+    """Batch normalization over the batches of all ranks of `process_group`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.device.type != "cpu" or not self.training or not dist.is_initialized():
+            return super().forward(input)
+        group = self.process_group or dist.group.WORLD
+        if dist.get_world_size(group) == 1:
+            return super(nn.SyncBatchNorm, self).forward(input)
+        self._check_input_dim(input)
+        self._check_non_zero_input_channels(input)
+        momentum = self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if momentum is None:  # a mean over all batches, each counting the same
+                momentum = 1.0 / self.num_batches_tracked.item()
+        output: Tensor = _Normalize.apply(
+            input, self.weight, self.bias, self.running_mean, self.running_var, self.eps, momentum, group
+        )
+        return output
+
+
+class _Normalize(torch.autograd.Function):
+    """See [Two exchanges]. Sums are taken in fp32, or in fp64 for fp64."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        eps: float,
+        momentum: float,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        x = _rows(input)
+        count, mean, deviation = _merged(x, group)
+        if count < 2:
+            raise ValueError(
+                f"batch statistics need more than one value per channel over all ranks, got {count:g} "
+                f"(this rank's input has shape {list(input.shape)})"
+            )
+        if running_mean is not None and running_var is not None:
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            running_var.lerp_((deviation / (count - 1)).to(running_var.dtype), momentum)
+        invstd = torch.rsqrt(deviation / count + eps)
+        ctx.save_for_backward(input, weight, mean, invstd)
+        ctx.count, ctx.group = count, group
+        y = (x - mean) * invstd
+        if weight is not None:
+            y = y * weight
+        if bias is not None:
+            y = y + bias
+        return _like(y, input)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, mean, invstd = ctx.saved_tensors
+        dy, normal = _rows(grad), (_rows(input) - mean) * invstd
+        sums = torch.stack([dy.sum(0), (dy * normal).sum(0)])
+        grad_bias, grad_weight = sums.unbind()
+        grad_input = None
+        if ctx.needs_input_grad[0]:
+            everyone = sums.clone()
+            dist.all_reduce(everyone, group=ctx.group)
+            mean_dy, mean_dy_normal = (everyone / ctx.count).unbind()
+            scale = invstd if weight is None else invstd * weight
+            grad_input = _like((dy - mean_dy - normal * mean_dy_normal) * scale, input)
+        return (
+            grad_input,
+            grad_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
+            grad_bias.to(grad.dtype if weight is None else weight.dtype) if ctx.needs_input_grad[2] else None,
+            *[None] * 5,
+        )
+
+
+def _merged(x: Tensor, group: dist.ProcessGroup) -> tuple[float, Tensor, Tensor]:
+    """Count, mean and sum of squared deviations by channel over the rows of all ranks, the same bits on each."""
+    mean = x.mean(0) if len(x) else x.new_zeros(x.shape[1])
+    own = torch.cat([mean, (x - mean).square().sum(0), x.new_tensor([len(x)])])
+    ranks = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(ranks, own, group=group)
+    table = torch.stack(ranks)
+    channels = x.shape[1]
+    means, deviations, counts = table[:, :channels], table[:, channels:-1], table[:, -1:]
+    total = counts.sum().item()
+    mean = (means * counts).sum(0) / max(total, 1)
+    return total, mean, (deviations + counts * (means - mean).square()).sum(0)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """By channel: one row for each place of each sample."""
+    wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return wide.movedim(1, -1).reshape(-1, tensor.shape[1])
+
+
+def _like(rows: Tensor, tensor: Tensor) -> Tensor:
+    """Rows as a tensor of that shape, dtype and memory format."""
+    moved = rows.reshape(*tensor.shape[:1], *tensor.shape[2:], tensor.shape[1]).movedim(-1, 1)
+    return torch.empty_like(tensor).copy_(moved)
