@@ -3,6 +3,8 @@ VENV   ?= .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# Where this says not to keep bytecode, every process compiles PyTorch's sources anew: two seconds each, in a thousand starts.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test lint docs package bench clean
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsync as gs
-from gradsync.integrations.batch_norm import SyncBatchNorm, convert
+from gradsync.integrations.batch_norm import SyncBatchNorm, convert, revert
 
 Run = Callable[..., list[Any]]
 
@@ -90,8 +90,8 @@ def formats() -> None:
     statistics = [torch.empty_like(layer.running_var) for _ in range(2)]
     dist.all_gather(statistics, layer.running_var)
     assert torch.equal(*statistics)
-    with pytest.raises(ValueError, match=r"at least 2D input"):
-        layer(torch.randn(3))
+    with pytest.raises(ValueError, match=r"takes \(samples, 3, \.\.\.\), got an input of shape \[2, 4, 5\]"):
+        layer(torch.randn(2, 4, 5))
     layer = convert(nn.BatchNorm1d(3))
     sizes = (1, 0)
     with pytest.raises(ValueError, match=r"more than one value per channel over all ranks, got 1 \(this rank's input"):
@@ -130,6 +130,20 @@ def attached() -> None:
 
 def test_attached_models_train_the_bits_of_ddp(run: Run) -> None:
     run(attached)
+
+
+def test_layers_are_converted_and_reverted_where_they_are() -> None:
+    net = nn.Sequential(nn.BatchNorm2d(3), nn.SyncBatchNorm(3), nn.Sequential(nn.BatchNorm1d(3, affine=False)))
+    parts, state = list(net.modules()), list(net.state_dict(keep_vars=True).values())
+    kinds = [type(each) for each in parts]
+    assert convert(convert(net)) is net
+    assert [type(each) for each in net.modules() if isinstance(each, SyncBatchNorm)] == [SyncBatchNorm] * 3
+    assert revert(net) is net
+    assert [type(each) for each in net.modules()] == kinds
+    assert all(a is b for a, b in zip(net.modules(), parts, strict=True))
+    assert all(a is b for a, b in zip(net.state_dict(keep_vars=True).values(), state, strict=True))
+    with pytest.raises(ValueError, match="0 does not know its channels yet; run a batch through it first"):
+        convert(nn.Sequential(nn.LazyBatchNorm1d()))
 
 
 def test_one_rank_is_batch_norm(run: Run) -> None:

@@ -13,9 +13,8 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
-from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy
-from lightning_training import Here, Pair, Plain, assert_equal, assert_replicas_equal, fit, loader, trainer, weights
+from lightning_training import Pair, Plain, assert_equal, assert_replicas_equal, fit, loader, trainer, weights
 
 import gradsync as gs
 from gradsync.integrations.batch_norm import convert
@@ -94,22 +93,23 @@ def test_loops_besides_training_are_lightnings_own(run: Run) -> None:
     run(other_loops)
 
 
-class GlobalBatchNorm(TorchSyncBatchNorm):
-    """Ours, under Lightning's own strategy: what PyTorch has itself is for GPUs."""
-
-    def apply(self, model: torch.nn.Module) -> torch.nn.Module:
-        return convert(model)
-
-
 def with_sync_batchnorm() -> None:
-    stock = fit(DDPStrategy(find_unused_parameters=True), plugins=[Here(), GlobalBatchNorm()])
+    stock = fit(DDPStrategy(find_unused_parameters=True), Converted)
     ours = fit(GradSyncStrategy(), sync_batchnorm=True)
     assert_equal(weights(ours), weights(stock))  # statistics too, and on every rank
-    assert not any(isinstance(each, torch.nn.SyncBatchNorm) for each in ours.modules())  # Lightning takes it off again
+    assert type(ours.body[1]) is torch.nn.BatchNorm1d  # it is taken off again
     apart = fit(GradSyncStrategy())
     assert not torch.equal(ours.body[1].running_mean, apart.body[1].running_mean)
-    if dist.get_rank() == 0:
-        ours.eval().body(torch.randn(3, 8))
+    with pytest.raises(ValueError, match="SyncBatchNorm layers only work with GPU"):
+        fit(DDPStrategy(), sync_batchnorm=True)  # PyTorch's own, on a CPU
+
+
+class Converted(Plain):
+    """The same layers under Lightning's own strategy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        convert(self)
 
 
 def test_sync_batchnorm_has_the_statistics_of_all_ranks(run: Run) -> None:

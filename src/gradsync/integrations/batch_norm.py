@@ -19,35 +19,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 
-__all__ = ["SyncBatchNorm", "convert"]
+__all__ = ["SyncBatchNorm", "convert", "revert"]
 
 
-def convert(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
-    """Every BatchNorm and `torch.nn.SyncBatchNorm` of `module` as one that works on CPUs too; on a GPU it is PyTorch's.
+class SyncBatchNorm(_BatchNorm):
+    """Batch normalization over the batches of all ranks of a group. `convert` makes it of a BatchNorm.
 
-    >>> net = convert(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
-    >>> type(net[1]).__name__, list(net.state_dict())[2:4]
-    ('SyncBatchNorm', ['1.weight', '1.bias'])
+    It works on any device; on a GPU PyTorch's own, which is fused, is faster. It is none of PyTorch's, whose DDP
+    refuses those on a CPU.
     """
-    converted = nn.SyncBatchNorm.convert_sync_batchnorm(module, group)
-    for each in converted.modules():
-        if type(each) is nn.SyncBatchNorm:
-            each.__class__ = SyncBatchNorm  # the same attributes, another forward
-    return converted
 
-
-class SyncBatchNorm(nn.SyncBatchNorm):
-    """Batch normalization over the batches of all ranks of `process_group`."""
+    process_group: dist.ProcessGroup | None
+    converted_from: type[_BatchNorm]
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.device.type != "cpu" or not self.training or not dist.is_initialized():
+        group = self.process_group or (dist.group.WORLD if dist.is_initialized() else None)
+        if not self.training or group is None or dist.get_world_size(group) == 1:
             return super().forward(input)
-        group = self.process_group or dist.group.WORLD
-        if dist.get_world_size(group) == 1:
-            return super(nn.SyncBatchNorm, self).forward(input)
         self._check_input_dim(input)
-        self._check_non_zero_input_channels(input)
         momentum = self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -57,6 +49,44 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             input, self.weight, self.bias, self.running_mean, self.running_var, self.eps, momentum, group
         )
         return output
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2 or input.shape[1] != self.num_features:
+            raise ValueError(
+                f"batch normalization of {self.num_features} channels takes (samples, {self.num_features}, ...), "
+                f"got an input of shape {list(input.shape)}"
+            )
+
+
+def convert(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
+    """Make every BatchNorm in `module` a `SyncBatchNorm`, where it is: parameters, buffers and names stay.
+
+    `group`: whose batches count; None: those of all ranks. `revert` takes it back.
+
+    >>> net = convert(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+    >>> type(net[1]).__name__, list(net.state_dict())[2:4]
+    ('SyncBatchNorm', ['1.weight', '1.bias'])
+    >>> type(revert(net)[1]).__name__
+    'BatchNorm1d'
+    """
+    for name, each in module.named_modules():
+        if not isinstance(each, _BatchNorm):
+            continue
+        if any(is_lazy(tensor) for tensor in (*each.parameters(), *each.buffers())):
+            raise ValueError(f"{name or 'this BatchNorm'} does not know its channels yet; run a batch through it first")
+        if not isinstance(each, SyncBatchNorm):
+            each.converted_from = type(each)  # type: ignore[assignment]  # no tensor, and need not be one
+            each.__class__ = SyncBatchNorm  # the same attributes, another forward
+        each.process_group = group  # type: ignore[assignment]
+    return module
+
+
+def revert(module: nn.Module) -> nn.Module:
+    """Make every `SyncBatchNorm` the BatchNorm that it was."""
+    for each in module.modules():
+        if isinstance(each, SyncBatchNorm):
+            each.__class__ = each.converted_from  # type: ignore[assignment]
+    return module
 
 
 class _Normalize(torch.autograd.Function):

@@ -2,8 +2,8 @@
 
     trainer = L.Trainer(strategy=GradSyncStrategy(gs.Plan(compress=gs.int8())), devices=2)
 
-Everything that is not gradients (launching, the process group, logging, samplers) stays what Lightning's own DDPStrategy
-does; only SyncBatchNorm works on CPUs too (`batch_norm`). To keep DDP itself, see `lightning_ddp`.
+Everything that is not gradients (launching, the process group, logging, samplers) stays what Lightning's own
+DDPStrategy does; only SyncBatchNorm works on CPUs too (`batch_norm`). To keep DDP itself, see `lightning_ddp`.
 
 Note [Where Lightning calls]
     setup             BatchNorm becomes SyncBatchNorm, if so wished; then the optimizers exist: attach, on every rank at
@@ -27,7 +27,7 @@ import torch
 
 try:
     import lightning.pytorch as pl
-    from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
+    from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
     from lightning.pytorch.plugins.precision import MixedPrecision
     from lightning.pytorch.trainer.states import TrainerFn
 except ImportError as error:
@@ -35,7 +35,7 @@ except ImportError as error:
 
 from gradsync.engine.attachment import attach, check_terms
 from gradsync.engine.inventory import check_ignore
-from gradsync.integrations.batch_norm import convert
+from gradsync.integrations.batch_norm import convert, revert
 from gradsync.integrations.lightning_refusals import accumulating, refuse
 from gradsync.integrations.lightning_state import Carrier
 from gradsync.paces import EveryStep
@@ -85,7 +85,7 @@ class GradSyncStrategy(Carrier):
         """Where Lightning wraps the model: it stays as it is."""
 
     def setup(self, trainer: pl.Trainer) -> None:
-        if type(self._layer_sync) is TorchSyncBatchNorm:  # sync_batchnorm=True
+        if type(self._layer_sync) is TorchSyncBatchNorm and self.root_device.type == "cpu":  # sync_batchnorm=True
             self._layer_sync = _SyncBatchNorm()
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
@@ -139,8 +139,11 @@ class GradSyncStrategy(Carrier):
         return {f"gradsync/{key}": float(value) for key, value in found.items() if isinstance(value, int | float)}
 
 
-class _SyncBatchNorm(TorchSyncBatchNorm):
-    """Lightning's own, but for CPUs too."""
+class _SyncBatchNorm(LayerSync):
+    """Lightning's has kernels for GPUs only."""
 
     def apply(self, model: torch.nn.Module) -> torch.nn.Module:
         return convert(model)
+
+    def revert(self, model: torch.nn.Module) -> torch.nn.Module:
+        return revert(model)

@@ -26,6 +26,7 @@ class Carrier(DDPStrategy):
     """A strategy with a `GradSync` in it, between setup and teardown of a fit; `sync` stays until the next one."""
 
     sync: GradSync | None = None
+    _layer_sync: Any  # Lightning's: what makes BatchNorm a SyncBatchNorm
     _attached = False
     _interrupted = False
     _left: dict[str, torch.Tensor] | None = None  # by a fit that has ended
