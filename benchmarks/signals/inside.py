@@ -17,14 +17,21 @@ from typing import Any
 
 import gradsync as gs
 from gradsync.engine import reducer as reducer_module
+from gradsync.engine.logbook import Logbook
+from gradsync.engine.tracing import Tracing
 from gradsync.engine.watch import Watch
 from gradsync.trace.tracer import Tracer
 from signals.cost import ALL, STEPS, Arm
 
-_TRACED = (
-    "optimizer_begins", "optimizer_ends", "forward_begins", "backward_begins", "arrived", "left", "backward_ends",
-    "waiting", "waited", "over",
-)  # fmt: skip
+# What a step calls: the engine's witness, which calls the tracer; and what others tell the tracer themselves.
+_CALLS: dict[type, tuple[str, ...]] = {
+    Tracing: (
+        "border", "forward_begins", "backward_begins", "backward_ends", "synchronized", "optimizer_begins",
+        "optimizer_ends",
+    ),
+    Logbook: ("begin", "filled", "moment", "left", "header_left", "header_came", "close"),
+    Tracer: ("arrived", "waiting", "waited"),
+}  # fmt: skip
 _WARM_UP_TURNS, _TURNS = 8, 12
 
 
@@ -51,8 +58,9 @@ class Clocks:
 
     def install(self) -> None:
         """In this process, which ends with the measurement."""
-        for name in _TRACED:
-            setattr(Tracer, name, self.around("trace", getattr(Tracer, name)))
+        for kind, names in _CALLS.items():
+            for name in names:
+                setattr(kind, name, self.around("trace", getattr(kind, name)))
         for name in ("take", "announce", "hear"):
             setattr(Watch, name, self.around("digests", getattr(Watch, name)))
         reducer_module.is_finite = self.around("NaN checks", reducer_module.is_finite)
@@ -76,7 +84,14 @@ def measure(workload: str, folder: str) -> dict[str, Any]:
     return {"step_s": median(steps), "inside_s": {kind: fmean(taken) for kind, taken in samples.items()}}
 
 
-def cell(workload: str) -> dict[str, Any]:
-    """The mean over turns, each of which has one detailed step in ten; of rank 0."""
-    with tempfile.TemporaryDirectory(prefix="gradsync-signals-") as folder:
-        return gs.spawn(measure, 2, workload, str(Path(folder)), timeout=300)[0]
+def cell(workload: str, launches: int) -> dict[str, Any]:
+    """Rank 0's in each of several launches: the mean over turns, each of which has one detailed step in ten."""
+    found = []
+    for _ in range(launches):
+        with tempfile.TemporaryDirectory(prefix="gradsync-signals-") as folder:
+            found.append(gs.spawn(measure, 2, workload, str(Path(folder)), timeout=300)[0])
+    kinds = found[0]["inside_s"]
+    return {
+        "steps_s": [each["step_s"] for each in found],
+        "inside_s": {kind: [each["inside_s"][kind] for each in found] for kind in kinds},
+    }

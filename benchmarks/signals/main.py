@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
@@ -43,7 +44,8 @@ def measure_cost(options: argparse.Namespace) -> int:
 
 def look_inside(options: argparse.Namespace) -> int:
     """How many cells failed."""
-    return sum(not _fill(options, "inside", workload, partial(inside.cell, workload)) for workload in WORKLOADS)
+    cells = {workload: partial(inside.cell, workload, options.launches) for workload in WORKLOADS}
+    return sum(not _fill(options, "inside", workload, cell) for workload, cell in cells.items())
 
 
 def inject_faults(options: argparse.Namespace) -> int:
@@ -85,7 +87,7 @@ def _fill(
 
 def _in_short(found: dict[str, Any]) -> str:
     if "inside_s" in found:
-        return ", ".join(f"{kind}: {100 * s / found['step_s']:.2f} %" for kind, s in found["inside_s"].items())
+        return ", ".join(f"{kind} {1e6 * median(taken):.0f} µs" for kind, taken in found["inside_s"].items())
     if "costs" in found:
         return ", ".join(f"{pair}: {100 * each['share']:+.1f} %" for pair, each in found["costs"].items())
     return ", ".join(f"{by} {'right' if found[f'{by}_names_it'] else 'WRONG'}" for by in ("report", "watch", "doctor"))

@@ -62,22 +62,30 @@ def _cost(workload: str, facts: Facts) -> str:
 def _inside(cells: dict[str, Facts]) -> str:
     rows = []
     for workload, facts in cells.items():
-        step_s, inside_s = facts["step_s"], facts["inside_s"]
-        trace, everything = inside_s["trace"], sum(inside_s.values())
+        steps_s, inside_s = facts["steps_s"], facts["inside_s"]
+        trace = [a / s for a, s in zip(inside_s["trace"], steps_s, strict=True)]
+        everything = [sum(each) / s for *each, s in zip(*inside_s.values(), steps_s, strict=True)]
         rows.append(
             [
-                f"{workload} (measured {1e3 * step_s:.1f})",
-                *(f"{1e6 * seconds:.0f} µs" for seconds in inside_s.values()),
-                f"{100 * trace / step_s:.2f} %{_judged(trace / step_s, 0.01) if workload == '10 ms' else ''}",
-                f"{100 * everything / step_s:.2f} %{_judged(everything / step_s, 0.02) if workload == '50 ms' else ''}",
+                f"{workload} ({1e3 * median(steps_s):.1f} measured)",
+                *(f"{1e6 * median(taken):.0f} µs" for taken in inside_s.values()),
+                f"{_spread(trace)}{_judged(trace, 0.01) if workload == '10 ms' else ''}",
+                f"{_spread(everything)}{_judged(everything, 0.02) if workload == '50 ms' else ''}",
             ]
         )
-    header = ["step", *next(iter(cells.values()))["inside_s"], "trace, of the step", "everything, of the step"]
-    return f"{_where(next(iter(cells.values())))}.\n\n{bench_harness.table(header, rows)}"
+    first = next(iter(cells.values()))
+    header = ["step", *first["inside_s"], "trace, of the step", "everything, of the step"]
+    about = f"{_where(first)}; {len(first['steps_s'])} launches, load before them {first['load_before']:.1f}."
+    return f"{about}\n\n{bench_harness.table(header, rows)}"
 
 
-def _judged(share: float, goal: float) -> str:
-    return f" (≤ {100 * goal:.0f} %: {'met' if share <= goal else '**missed**'})"
+def _spread(shares: list[float]) -> str:
+    return f"**{100 * median(shares):.2f} %** ({100 * min(shares):.2f} to {100 * max(shares):.2f} %)"
+
+
+def _judged(shares: list[float], goal: float) -> str:
+    met = sum(share <= goal for share in shares)
+    return f"; ≤ {100 * goal:.0f} %: {'met' if met == len(shares) else f'met in {met} of {len(shares)}'}"
 
 
 def _gpu(cells: dict[str, Facts]) -> str:

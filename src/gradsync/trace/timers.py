@@ -31,13 +31,10 @@ class HostTimer:
     """The host's own clock."""
 
     now = staticmethod(time.perf_counter)
+    read = staticmethod(float)  # what it is already: a dozen times a step
 
     def passed(self, moment: Moment) -> bool:
         return True
-
-    def read(self, moment: Moment) -> float:
-        assert isinstance(moment, float)
-        return moment
 
     def rebase(self, moment: Moment) -> None: ...
 

@@ -254,43 +254,43 @@ def _nowhere(step: int, moment: Flown, bucket: int = -1) -> None: ...
 def _line(draft: Draft, timer: Timer) -> Step:
     read = timer.read
     at = read(draft.at)
+    line = Step(draft.step, at, read(draft.end) - at, _in_order(draft.phases, at, read))
+    for phase in line.phases:
+        if phase[0] == "wait":
+            line.exposed_s += phase[2] - phase[1]
+    line.comm_s = draft.comm_s
+    line.nbytes, line.raw_nbytes, line.sent_nbytes = draft.nbytes, draft.raw_nbytes, draft.sent_nbytes
+    line.counts, line.held_up_by, line.exact_input = draft.counts, draft.held_up_by, draft.exact_input
+    if draft.trips:
+        spans = [span for trip in draft.trips for span in trip.spans]
+        line.encode_s, line.decode_s = (_seconds(spans, what, timer) for what in ("encode_s", "decode_s"))
+    if draft.detailed:
+        _add_details(line, draft, timer)
+    return line
+
+
+def _add_details(line: Step, draft: Draft, timer: Timer) -> None:
+    read, at = timer.read, line.at
 
     def offset(moment: Moment | None) -> float | None:
         return None if moment is None else read(moment) - at
 
-    phases = _in_order([(name, read(start) - at, read(stop) - at) for name, start, stop in draft.phases])
-    spans = [span for trip in draft.trips for span in trip.spans]
-    header = None if draft.header is None else (read(draft.header[0]) - at, read(draft.header[1]) - at)
-    return Step(
-        step=draft.step,
-        at=at,
-        step_s=read(draft.end) - at,
-        phases=phases,
-        exposed_s=sum([phase.seconds for phase in phases if phase.name == "wait"]),
-        comm_s=draft.comm_s,
-        nbytes=draft.nbytes,
-        raw_nbytes=draft.raw_nbytes,
-        sent_nbytes=draft.sent_nbytes,
-        encode_s=_seconds(spans, "encode_s", timer),
-        decode_s=_seconds(spans, "decode_s", timer),
-        counts=draft.counts,
-        held_up_by=draft.held_up_by,
-        exact_input=draft.exact_input,
-        buckets=[_times(trip, timer, offset) for trip in draft.trips] if draft.detailed and draft.trips else None,
-        gradients=[(index, read(moment) - at) for index, moment in draft.gradients] or None,
-        header=header if draft.detailed else None,
-    )
+    line.buckets = [_times(trip, timer, offset) for trip in draft.trips] or None
+    line.gradients = [(index, read(moment) - at) for index, moment in draft.gradients] or None
+    if draft.header is not None:
+        line.header = (read(draft.header[0]) - at, read(draft.header[1]) - at)
 
 
-def _in_order(phases: Iterable[tuple[str, float, float]]) -> list[Phase]:
+def _in_order(phases: Iterable[tuple[str, Moment, Moment]], at: float, read: Callable[[Moment], float]) -> list[Phase]:
     """One after the other: the host may begin to wait while the device, which is behind, still computes.
 
-    >>> _in_order([("backward", 1.0, 3.0), ("wait", 2.0, 4.0)])
+    >>> _in_order([("backward", 11.0, 13.0), ("wait", 12.0, 14.0)], 10.0, float)
     [Phase(name='backward', start=1.0, stop=3.0), Phase(name='wait', start=3.0, stop=4.0)]
     """
     ordered: list[Phase] = []
     latest = 0.0
-    for name, start, stop in phases:
+    for name, begun, ended in phases:
+        start, stop = read(begun) - at, read(ended) - at
         if start < latest:
             start = latest
         latest = stop if stop > start else start
