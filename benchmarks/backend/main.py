@@ -1,4 +1,4 @@
-"""What does the gradsync backend buy stock scripts? all_reduce and a DDP step through gloo and through gradsync.
+"""What does the gradsync backend buy stock scripts? Collectives, and steps of DDP and FSDP, through gloo and gradsync.
 
 python benchmarks/backend/main.py              # 2 and 4 ranks on this machine
 """
@@ -6,9 +6,11 @@ python benchmarks/backend/main.py              # 2 and 4 ranks on this machine
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 HERE = Path(__file__).resolve().parent
@@ -34,30 +38,29 @@ def groups() -> dict[str, dist.ProcessGroup]:
     return {name: dist.new_group(backend=name) for name in BACKENDS}
 
 
-def summing(group: dist.ProcessGroup, tensor: torch.Tensor, repeats: int) -> Callable[[], float]:
-    """Seconds of one all_reduce; every rank begins a turn together."""
+def repeating(collective: Callable[[], object], repeats: int) -> Callable[[], float]:
+    """Seconds of one collective; every rank begins a turn together."""
 
     def turn() -> float:
         dist.barrier()
         start = time.perf_counter()
         for _ in range(repeats):
-            dist.all_reduce(tensor, group=group)
+            collective()
         return (time.perf_counter() - start) / repeats
 
     return turn
 
 
-def broadcasting(group: dist.ProcessGroup, tensor: torch.Tensor, repeats: int) -> Callable[[], float]:
-    """The same for what gloo does in both: what handing it on costs."""
-
-    def turn() -> float:
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(repeats):
-            dist.broadcast(tensor, 0, group=group)
-        return (time.perf_counter() - start) / repeats
-
-    return turn
+def collectives(nbytes: int) -> dict[str, Callable[[dist.ProcessGroup], object]]:
+    """Of a whole of so many bytes."""
+    whole = torch.zeros(nbytes // 4)
+    part = torch.zeros(whole.numel() // dist.get_world_size())
+    whole = whole[: part.numel() * dist.get_world_size()]
+    return {
+        "all_reduce": lambda group: dist.all_reduce(whole, group=group),
+        "all_gather": lambda group: dist.all_gather_into_tensor(whole, part, group=group),
+        "reduce_scatter": lambda group: dist.reduce_scatter_tensor(part, whole, group=group),
+    }
 
 
 def training(model: nn.Module, forward: nn.Module, x: torch.Tensor) -> Callable[[], float]:
@@ -76,35 +79,53 @@ def training(model: nn.Module, forward: nn.Module, x: torch.Tensor) -> Callable[
     return turn
 
 
-def network(layers: int, width: int) -> nn.Module:
+def network(layers: int, width: int) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(module for _ in range(layers) for module in (nn.Linear(width, width), nn.ReLU())))
 
 
-def measure_sums(rounds: int) -> dict[str, Any]:
+def measure_collectives(rounds: int) -> dict[str, Any]:
     by_backend, cells = groups(), {}
-    for nbytes in SIZES:
-        tensor, repeats = torch.zeros(nbytes // 4), max(1, min(50, 4_000_000 // nbytes))
-        arms = {name: summing(group, tensor, repeats) for name, group in by_backend.items()}
+
+    def fill(name: str, collective: Callable[[dist.ProcessGroup], object], repeats: int) -> None:
+        arms = {backend: repeating(partial(collective, group), repeats) for backend, group in by_backend.items()}
         bench_harness.interleave(arms, 2)
-        cells[f"all_reduce {nbytes}"] = bench_harness.rounded(bench_harness.interleave(arms, rounds))
-    arms = {name: broadcasting(group, torch.zeros(256), 50) for name, group in by_backend.items()}
-    cells["broadcast 1024"] = bench_harness.rounded(bench_harness.interleave(arms, rounds))
+        cells[name] = bench_harness.rounded(bench_harness.interleave(arms, rounds))
+
+    for nbytes in SIZES:
+        for name, collective in collectives(nbytes).items():
+            fill(f"{name} {nbytes}", collective, max(1, min(50, 4_000_000 // nbytes)))
+    # What gloo does in both: what handing it on costs.
+    fill("broadcast 1024", lambda group: dist.broadcast(torch.zeros(256), 0, group=group), 50)
     return cells
+
+
+def with_ddp(model: nn.Sequential, group: dist.ProcessGroup) -> nn.Module:
+    return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+
+
+def with_fsdp(model: nn.Sequential, group: dist.ProcessGroup) -> nn.Module:
+    """By layer, as one would."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def measure_steps(rounds: int) -> dict[str, Any]:
     by_backend, cells = groups(), {}
     for name, (layers, width, batch) in MODELS.items():
         x = torch.randn(batch, width, generator=torch.Generator().manual_seed(dist.get_rank()))
-        plain = network(layers, width)
-        arms = {"no sync": training(plain, plain, x)}
-        for backend, group in by_backend.items():
-            model = network(layers, width)
-            ddp = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
-            arms[backend] = training(model, ddp, x)
-        bench_harness.interleave(arms, 2)
-        cells[f"DDP {name}"] = bench_harness.rounded(bench_harness.interleave(arms, rounds))
+        for how, wrap in (("DDP", with_ddp), ("FSDP", with_fsdp)):
+            plain = network(layers, width)
+            arms = {"no sync": training(plain, plain, x)}
+            for backend, group in by_backend.items():
+                model = network(layers, width)
+                forward = wrap(model, group)
+                arms[backend] = training(model, forward, x)
+            bench_harness.interleave(arms, 2)
+            cells[f"{how} {name}"] = bench_harness.rounded(bench_harness.interleave(arms, rounds))
     return cells
 
 
@@ -122,9 +143,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results.json")
     parser.add_argument("--commit", default=bench_harness.commit(HERE), help="what is measured, outside of a clone")
     arguments = parser.parse_args()
-    facts: dict[str, Any] = {"machine": bench_harness.machine(), "commit": arguments.commit, "cells": {}}
+    facts: dict[str, Any] = {"machine": bench_harness.machine(), "commit": arguments.commit}
+    facts |= {"load_before": round(os.getloadavg()[0], 2), "cells": {}}
     for ranks in arguments.ranks:
-        cells = gs.spawn(measure_sums, ranks, arguments.rounds, timeout=900)[0]
+        cells = gs.spawn(measure_collectives, ranks, arguments.rounds, timeout=900)[0]
         cells |= gs.spawn(measure_steps, ranks, arguments.rounds, timeout=900)[0]
         facts["cells"][f"{ranks} ranks"] = cells
         rows = [row(name, samples) for name, samples in cells.items()]

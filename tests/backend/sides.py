@@ -49,7 +49,8 @@ def flat(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         dense = value.to_dense() if value.is_sparse else value
         # Bits, not values: a NaN equals itself, and minus zero is not zero.
-        return str(dense.dtype), tuple(dense.shape), dense.contiguous().view(-1).view(torch.uint8).tolist()
+        bits = dense.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+        return str(dense.dtype), tuple(dense.shape), bits.tolist()
     if isinstance(value, list | tuple):
         return [flat(each) for each in value]
     return value

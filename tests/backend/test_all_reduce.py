@@ -12,7 +12,7 @@ import torch.distributed as dist
 from sides import assert_alike, flat, gradsync_group
 
 import gradsync as gs
-from gradsync.backend.works import Done, SumWork
+from gradsync.backend.works import Done, SharedWork
 
 Run = Callable[..., list[Any]]
 
@@ -90,7 +90,7 @@ def strange_forms(group: Any) -> list[torch.Tensor]:
 def works() -> None:
     ours, rank = gradsync_group(), dist.get_rank()
     works = [dist.all_reduce(torch.full((n,), 1.0 + rank), group=ours, async_op=True) for n in (3, 70_000, 5)]
-    assert all(isinstance(work, SumWork) for work in works)
+    assert all(isinstance(work, SharedWork) for work in works)
     futures = [work.get_future().then(lambda future: future.value()[0].sum().item()) for work in works]
     assert [future.wait() for future in futures] == [9, 210_000, 15]
     assert all(work.wait() and work.is_completed() and work.is_success() for work in works)

@@ -13,7 +13,9 @@ import torch.distributed._functional_collectives as functional
 from sides import assert_alike, gradsync_group
 from torch.distributed.device_mesh import DeviceMesh
 
+import gradsync as gs
 from gradsync.backend import GradsyncGroup
+from gradsync.backend.works import SharedWork
 
 Run = Callable[..., list[Any]]
 
@@ -56,6 +58,33 @@ def reduce_scatter(group: Any) -> Any:
     with dist._coalescing_manager(group):
         dist.reduce_scatter_tensor(coalesced[0], whole, group=group)
     return mine, listed, coalesced
+
+
+def parts_of_any_size(group: Any) -> Any:
+    """Async and not, of every size, dtype and layout; what travels is what gloo would bring."""
+    found: list[Any] = []
+    for numel in (0, 1, 5000, 200_003):
+        for dtype in (torch.float32, torch.bool, torch.complex64, torch.bfloat16):
+            mine = torch.randn(numel).to(dtype)
+            whole = torch.zeros(size() * numel, dtype=dtype)
+            rows = [torch.zeros(2 * numel, dtype=dtype)[::2] for _ in range(size())]
+            works = [
+                dist.all_gather_into_tensor(whole, mine, group, async_op=True),
+                dist.all_gather(rows, mine, group, async_op=True),
+            ]
+            for work in works:
+                work.wait()
+            found += [whole, [row.clone() for row in rows]]
+        pieces, out = torch.randn(size() * numel), torch.zeros(2 * numel)[::2]
+        dist.reduce_scatter_tensor(out, pieces, group=group, async_op=True).wait()
+        average = torch.zeros(numel)
+        dist.reduce_scatter_tensor(average, pieces, op=dist.ReduceOp.AVG, group=group)
+        counts = torch.zeros(numel, dtype=torch.int64)
+        dist.reduce_scatter_tensor(counts, torch.arange(size() * numel) + dist.get_rank(), group=group)
+        biggest = torch.zeros(numel)
+        dist.reduce_scatter_tensor(biggest, pieces, op=dist.ReduceOp.MAX, group=group)
+        found += [out.clone(), average, counts, biggest]
+    return found
 
 
 def all_to_all(group: Any) -> Any:
@@ -121,7 +150,10 @@ def splitting(group: Any) -> Any:
     return dist.split_group(group, [[0], [1]])
 
 
-CALLS = [broadcast, reduce, all_gather, reduce_scatter, all_to_all, gather_and_scatter, messages, objects, barriers]
+CALLS = [
+    *(broadcast, reduce, all_gather, reduce_scatter, parts_of_any_size, all_to_all, gather_and_scatter, messages),
+    *(objects, barriers),
+]
 
 
 def all_alike() -> None:
@@ -132,6 +164,34 @@ def all_alike() -> None:
 
 def test_every_collective_does_what_gloo_does(run: Run) -> None:
     run(all_alike)
+
+
+def parts_in_shared_memory() -> None:
+    """That it is not gloo who does it; works as torch has them; ranks that bring different things."""
+    ours, rank = gradsync_group(), dist.get_rank()
+    whole, mine = torch.zeros(2, 3), torch.full((3,), float(rank))
+    work = dist.all_gather_into_tensor(whole, mine, group=ours, async_op=True)
+    assert isinstance(work, SharedWork)
+    assert work.get_future().wait()[0] is whole  # gloo has no such future
+    assert whole.tolist() == [[0.0] * 3, [1.0] * 3]
+    out = torch.zeros(1, 3)
+    work = dist.reduce_scatter_tensor(out, whole, group=ours, async_op=True)
+    assert isinstance(work, SharedWork)
+    assert [each.tolist() for each in work.get_future().wait()] == [[[2.0 * rank] * 3]]
+    assert work.is_success()
+    with pytest.raises(gs.Disagreement, match=r"rank 0: all_gather of 3 float32; rank 1: all_gather of 4 float32"):
+        dist.all_gather_into_tensor(torch.zeros(2 * (3 + rank)), torch.zeros(3 + rank), group=ours)
+    tensors = [torch.zeros(3), torch.zeros(6)]
+    other = dist.reduce_scatter_tensor if rank == 0 else lambda _, whole, group: dist.all_reduce(whole, group=group)
+    with pytest.raises(gs.Disagreement, match=r"rank 0: reduce_scatter of 3 float32 SUM; rank 1: 6 float32 SUM"):
+        other(*tensors, group=ours)
+    dist.all_gather_into_tensor(whole, mine, group=ours)  # and they can go on
+    with pytest.raises((ValueError, RuntimeError)):  # torch's own words, before anything is sent
+        dist.all_gather_into_tensor(torch.zeros(5), mine, group=ours)
+
+
+def test_parts_travel_in_shared_memory(run: Run) -> None:
+    run(parts_in_shared_memory)
 
 
 def groups_and_meshes() -> None:

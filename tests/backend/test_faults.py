@@ -82,7 +82,7 @@ def on_two_hosts() -> None:
     declare_host("a" if rank < 2 else "b")
     group = gradsync_group()
     assert isinstance(group, GradsyncGroup)
-    assert group._sums is None  # memory is shared by some only
+    assert group._queue is None  # memory is shared by some only
     tensor = torch.full((1000,), 1.0 + rank)
     dist.all_reduce(tensor, group=group)
     assert tensor.tolist() == [6.0] * 1000

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -184,6 +184,53 @@ def scatter_and_gather() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_scatter_adds_ones_own_range_and_gather_fetches_the_others(ranks: int, run: Callable[..., Any]) -> None:
     run(scatter_and_gather, ranks=ranks)
+
+
+def pointers(parts: Sequence[torch.Tensor]) -> Any:
+    return (ctypes.c_void_p * len(parts))(*(part.data_ptr() for part in parts))
+
+
+def shed_and_share(dtype: torch.dtype, every: int) -> None:
+    with a_team() as team:
+        for seed, count in enumerate([*sizes(dtype.itemsize)[::every], (9 << 20) // dtype.itemsize // team.size]):
+            make = (advance, by_worker)[seed % 2]
+            # What rank r has for rank t has the seed t: the sum that t gets is of that seed.
+            parts = [data(team.rank, count, dtype, seed=to) for to in range(team.size)]
+            mine, kept = torch.zeros(count, dtype=dtype), pointers(parts)
+            make(team, team.shed_op(mine, kept, b"shed", 0.5))
+            assert torch.equal(mine, truth(count, dtype, team.rank, 0.5)), count
+            rows = torch.zeros(team.size, count, dtype=dtype)
+            own, kept = data(team.rank, count, dtype), pointers(list(rows))
+            make(team, team.share_op(own, kept, b"share"))
+            for rank, row in enumerate(rows):
+                assert torch.equal(row, data(rank, count, dtype)), (count, rank)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_parts_go_through_the_windows_to_those_they_are_for(ranks: int, run: Callable[..., Any]) -> None:
+    run(shed_and_share, torch.float32, 1, ranks=ranks)
+
+
+def test_and_parts_of_other_dtypes(run: Callable[..., Any]) -> None:
+    for dtype in (torch.float64, torch.bfloat16, torch.int8):
+        run(shed_and_share, dtype, 3, ranks=3)
+
+
+def where_they_lie() -> None:
+    """As FSDP does it: what is gathered lies in its place already, and so does what is scattered."""
+    with a_team() as team:
+        for count in (5, 100_000):
+            rows = torch.zeros(team.size, count)
+            rows[team.rank] = data(team.rank, count)
+            kept = pointers(list(rows))
+            advance(team, team.share_op(rows[team.rank], kept, b"share"))
+            assert torch.equal(rows, torch.stack([data(rank, count) for rank in range(team.size)]))
+            advance(team, team.shed_op(rows[team.rank], kept, b"shed"))
+            assert torch.equal(rows[team.rank], team.size * data(team.rank, count))
+
+
+def test_parts_may_lie_in_what_they_are_parts_of(run: Callable[..., Any]) -> None:
+    run(where_they_lie, ranks=2)
 
 
 def mix(seed: int) -> None:

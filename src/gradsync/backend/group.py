@@ -1,9 +1,9 @@
-"""The process group: sums of CPU tensors go to shared memory, every other collective to gloo.
+"""The process group: all-reduce, reduce-scatter and all-gather of CPU tensors in shared memory, all else by gloo.
 
 torch calls these methods from Python and, through its trampolines, from C++.
 
 Note [Inner group]
-    All but sums is handed on to a group of torch's own class with the same backends. Not to `super()`: the trampolines
+    All else is handed on to a group of torch's own class with the same backends. Not to `super()`: the trampolines
     hold the interpreter while they call it, and gloo's threads, which need the interpreter to let go of a tensor while
     they hold gloo's lock, would wait for us while we wait for them. For the same reason every method that has a
     trampoline is replaced here.
@@ -17,22 +17,38 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllreduceCoalescedOptions, AllreduceOptions, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    ProcessGroupGloo,
+    ReduceScatterOptions,
+    Store,
+)
 
+from gradsync.backend import calls
+from gradsync.backend.calls import Call, Parts
 from gradsync.backend.devices import Devices
-from gradsync.backend.sums import Sums, summable
+from gradsync.backend.queue import Queue
 from gradsync.backend.witness import Witness, WitnessedWork
-from gradsync.backend.works import Completer, Done, IntegerMean, SumWork
+from gradsync.backend.works import Completer, Done, IntegerMean, SharedWork
 from gradsync.transport.lane import Lane
+
+Tensors = list[torch.Tensor]
 
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 torch_barrier = dist.monitored_barrier  # before ours takes its place
 _HANDED_ON = (
     *("broadcast", "reduce", "gather", "scatter", "barrier", "monitored_barrier", "send", "recv", "recv_anysource"),
-    *("allgather", "allgather_coalesced", "_allgather_base", "allgather_into_tensor_coalesced"),
-    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "alltoall", "alltoall_base"),
-    # Names that came with torch 2.13.
-    *("all_gather_single", "all_gather_single_coalesced", "all_to_all_single"),
+    *("allgather_coalesced", "alltoall", "alltoall_base", "all_to_all_single"),
+)
+# In shared memory where that can be. The names that end in "single" came with torch 2.13.
+_GATHERED = (
+    *("allgather", "_allgather_base", "allgather_into_tensor_coalesced"),
+    *("all_gather_single", "all_gather_single_coalesced"),
+)
+_SCATTERED = (
+    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
     *("reduce_scatter_single", "reduce_scatter_single_coalesced"),
 )
 
@@ -58,9 +74,9 @@ class GradsyncGroup(dist.ProcessGroup):
         self._gloo = gloo
         self._lane = lane
         self._witness = Witness(lane) if lane is not None else None
-        self._sums: Sums | None = None
+        self._queue: Queue | None = None
         if lane is not None and lane.one_host and lane.team is not None:
-            self._sums = Sums(lane, lane.team)
+            self._queue = Queue(lane, lane.team)
             self._completer = Completer(lane.hire())
 
     # Sums
@@ -78,17 +94,41 @@ class GradsyncGroup(dist.ProcessGroup):
         if opts.reduceOp.op == dist.ReduceOp.AVG and _are_integers(tensors):
             opts.reduceOp = dist.ReduceOp.SUM
             return IntegerMean(self._reduce(name, tensors, opts), tensors, self.size())
-        if self._sums is not None and summable(tensors, opts.reduceOp):
-            return self._sum(self._sums, tensors, opts)
+        if self._queue is not None and calls.summable(tensors, opts.reduceOp):
+            made = [calls.all_reduce(self._queue.team, each, opts.reduceOp) for each in tensors]
+            return self._share(self._queue, made, tensors, opts)
         return self._hand_on(name, (tensors, opts), {})
 
-    def _sum(self, sums: Sums, tensors: list[torch.Tensor], opts: AllreduceOptions) -> dist.Work:
+    def _share(self, queue: Queue, made: list[Call], results: list[torch.Tensor], opts: Any) -> dist.Work:
+        """In shared memory."""
         asked = opts.timeout.total_seconds()
         limit = asked if asked > 0 else self._limit
         if not opts.asyncOp:
-            sums.now(tensors, opts.reduceOp, limit)
-            return Done(tensors)
-        return SumWork(sums, self._completer, sums.start(tensors, opts.reduceOp), tensors, limit)
+            queue.now(made, limit)
+            return Done(results)
+        return SharedWork(queue, self._completer, made, results, limit)
+
+    # Parts: what FSDP sends
+
+    def _gather(self, name: str, wheres: list[Parts], mines: Tensors, opts: Any, args: tuple[Any, ...]) -> dist.Work:
+        """Each of `mines` to all; `wheres`: the parts that each rank's goes to. `args`: how torch put it."""
+        queue, size = self._queue, self.size()
+        pairs = list(zip(wheres, mines, strict=False))
+        if queue is None or len(wheres) != len(mines) or not all(calls.gatherable(*pair, size) for pair in pairs):
+            return self._hand_on(name, args, {})
+        made = [calls.all_gather(queue.team, where, mine) for where, mine in pairs]
+        results = [each for where in wheres for each in ([where] if isinstance(where, torch.Tensor) else where)]
+        return self._share(queue, made, results, AllgatherOptions() if opts is None else opts)
+
+    def _scatter(self, name: str, parts: list[Parts], outs: Tensors, opts: Any, args: tuple[Any, ...]) -> dist.Work:
+        """The sum of what all have for this rank, into each of `outs`; `parts`: what each rank is to get."""
+        queue, size = self._queue, self.size()
+        opts = ReduceScatterOptions() if opts is None else opts
+        pairs, add = list(zip(parts, outs, strict=False)), opts.reduceOp
+        if queue is None or len(parts) != len(outs) or not all(calls.scatterable(*pair, add, size) for pair in pairs):
+            return self._hand_on(name, args, {})
+        made = [calls.reduce_scatter(queue.team, part, out, add) for part, out in pairs]
+        return self._share(queue, made, outs, opts)
 
     # All the rest
 
@@ -144,7 +184,7 @@ class GradsyncGroup(dist.ProcessGroup):
         """What `dist.destroy_process_group` calls."""
         if self._lane is not None:
             self._lane.close(together=self._lane.idle)
-            self._lane = self._witness = self._sums = None
+            self._lane = self._witness = self._queue = None
         self._inner.shutdown()
 
     def abort(self) -> None:
@@ -159,13 +199,44 @@ def _handed_on(name: str) -> Callable[..., Any]:
     def collective(self: GradsyncGroup, *args: Any, **kwargs: Any) -> Any:
         return self._hand_on(name, args, kwargs)
 
-    collective.__name__ = name
     return collective
 
 
-for _name in _HANDED_ON:
-    if _name in vars(dist.ProcessGroup):
-        setattr(GradsyncGroup, _name, _handed_on(_name))
+def _gathered(name: str) -> Callable[..., Any]:
+    """Of one tensor, or of a list of them."""
+
+    def collective(self: GradsyncGroup, outputs: Any, inputs: Any, opts: Any = None, **others: Any) -> dist.Work:
+        args = (outputs, inputs) if opts is None else (outputs, inputs, opts)
+        if others or not isinstance(opts, AllgatherOptions | None):  # an overload with a timeout
+            return self._hand_on(name, args, others)
+        if isinstance(outputs, torch.Tensor):
+            return self._gather(name, [outputs], [inputs], opts, args)
+        return self._gather(name, outputs, inputs if isinstance(inputs, list) else [], opts, args)
+
+    return collective
+
+
+def _scattered(name: str) -> Callable[..., Any]:
+    """Of one tensor, or of a list of them."""
+
+    def collective(self: GradsyncGroup, outputs: Any, inputs: Any, opts: Any = None, **others: Any) -> dist.Work:
+        args = (outputs, inputs) if opts is None else (outputs, inputs, opts)
+        if others or not isinstance(opts, ReduceScatterOptions | None):  # an overload with an operation and a timeout
+            return self._hand_on(name, args, others)
+        if isinstance(outputs, torch.Tensor):
+            single = isinstance(inputs, torch.Tensor)
+            return self._scatter(name, [inputs] if single else [], [outputs], opts, args)
+        return self._scatter(name, inputs, outputs, opts, args)
+
+    return collective
+
+
+for _names, _make in ((_HANDED_ON, _handed_on), (_GATHERED, _gathered), (_SCATTERED, _scattered)):
+    for _name in _names:
+        if _name in vars(dist.ProcessGroup):
+            _method = _make(_name)
+            _method.__name__ = _name
+            setattr(GradsyncGroup, _name, _method)
 
 
 def monitored_barrier(

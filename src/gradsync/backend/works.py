@@ -25,16 +25,17 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
-from gradsync.backend.sums import Sums
+from gradsync.backend.calls import Call
+from gradsync.backend.queue import Queue
 from gradsync.errors import SyncTimeout
 from gradsync.transport.courier import Courier
-from gradsync.transport.tickets import Errand, Ticket
+from gradsync.transport.tickets import Errand
 
 _NO_TIMEOUT = timedelta(0)
 
 
 class Done(dist.Work):
-    """A sum that was made before its work was handed back."""
+    """What was done before its work was handed back."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -63,16 +64,17 @@ class Done(dist.Work):
         return future
 
 
-class SumWork(dist.Work):
-    """Sums under way in shared memory."""
+class SharedWork(dist.Work):
+    """Operations under way in shared memory."""
 
     def __init__(
-        self, sums: Sums, completer: Completer, tickets: list[Ticket], tensors: Sequence[torch.Tensor], limit: float
+        self, queue: Queue, completer: Completer, calls: Sequence[Call], tensors: Sequence[torch.Tensor], limit: float
     ) -> None:
         super().__init__()
-        self._sums = sums
+        self._queue = queue
         self._completer = completer
-        self._tickets = tickets
+        self._calls = calls
+        self._tickets = queue.start(calls)
         self._tensors = list(tensors)
         self._limit = limit  # seconds
         self._lock = threading.Lock()  # whoever comes first settles, the others learn how it went
@@ -83,12 +85,13 @@ class SumWork(dist.Work):
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Return when the tensors hold the sums; raise if somebody is lost, or does not come in time."""
+        """Return when the tensors hold the result; raise if somebody is lost, or does not come in time."""
         limit = timeout.total_seconds() or self._limit
         if not self._lock.acquire(timeout=limit):  # somebody else settles it, with a longer bound
-            error = SyncTimeout(f"{self._sums.lane.place()} waited {limit:.1f} s for all_reduce; allow more time", ())
-            self._sums.lane.fail()
-            self._sums.give_up(error)
+            what = self._calls[0].what
+            error = SyncTimeout(f"{self._queue.lane.place()} waited {limit:.1f} s for {what}; allow more time", ())
+            self._queue.lane.fail()
+            self._queue.give_up(error)
             raise error
         try:
             if not self._settled:
@@ -123,7 +126,7 @@ class SumWork(dist.Work):
         return self._tensors
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """The tensors, when they hold the sums; see [Futures]."""
+        """The tensors, when they hold the result; see [Futures]."""
         with self._lock:
             new = self._future is None
             if self._future is None:
@@ -149,8 +152,8 @@ class SumWork(dist.Work):
 
     def _settle(self, timeout: float) -> None:
         try:
-            for ticket in self._tickets:
-                self._sums.settle(ticket, timeout)
+            for call, ticket in zip(self._calls, self._tickets, strict=True):
+                self._queue.settle(call, ticket, timeout)
         except RuntimeError as error:
             self._error = error
         self._settled = True
@@ -204,19 +207,19 @@ class IntegerMean(dist.Work):
 
 
 class Completer:
-    """Completes the futures of a group's sums, in order; see [Futures] and [Errors in backward]."""
+    """Completes the futures of a group's works, in order; see [Futures] and [Errors in backward]."""
 
     def __init__(self, courier: Courier) -> None:
         self._courier = courier
         self._thread = -1  # that of the courier, once it runs
         self._task = -1  # the backward that has a callback, which waits for these
-        self._in_backward: list[SumWork] = []
+        self._in_backward: list[SharedWork] = []
 
-    def take(self, work: SumWork) -> None:
+    def take(self, work: SharedWork) -> None:
         if threading.get_ident() == self._thread or work.is_completed():
             work.complete()
             return
-        self._courier.take(Errand(lambda: self._complete(work), "all_reduce", 0, -1))
+        self._courier.take(Errand(lambda: self._complete(work), "a future", 0, -1))
         task = torch._C._current_graph_task_id()
         if task == -1:
             return
@@ -225,12 +228,12 @@ class Completer:
             Variable._execution_engine.queue_callback(partial(_wait_for_all, self._in_backward))
         self._in_backward.append(work)
 
-    def _complete(self, work: SumWork) -> None:
+    def _complete(self, work: SharedWork) -> None:
         self._thread = threading.get_ident()
         work.complete()
 
 
-def _wait_for_all(works: list[SumWork]) -> None:
+def _wait_for_all(works: list[SharedWork]) -> None:
     while works:
         works.pop(0).wait()
 

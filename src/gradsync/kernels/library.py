@@ -37,6 +37,8 @@ class Kind(IntEnum):
     STAGED = 2
     SCATTER = 3
     GATHER = 4
+    SHED = 5
+    SHARE = 6
 
 
 class Result(IntEnum):

@@ -22,6 +22,7 @@ from gradsync.kernels.library import CARD_NBYTES, CODES, NUM_SLOTS, NUM_STREAMS,
 from gradsync.transport.segments import Exchange, Segment, allocate
 
 BOARD, WORKER, LANE = range(NUM_STREAMS)
+Pointers = ctypes.Array[ctypes.c_void_p]  # one for each rank
 
 PLACE = b" @ "  # what stands before the place on a card
 
@@ -61,7 +62,8 @@ class Team:
         self._num_segments = 0
         self._segments: weakref.WeakValueDictionary[int, Segment] = weakref.WeakValueDictionary()
         rows = _numbers(board_nbytes, CARD_NBYTES + _ROW_NBYTES, CARD_NBYTES + _ROW_NBYTES)
-        piece = max(4096, min(_PIECE_NBYTES, _WINDOWS_NBYTES // (NUM_SLOTS * self.size)))
+        # In SHED every rank has a line of it at least.
+        piece = max(4096, 64 * self.size, min(_PIECE_NBYTES, _WINDOWS_NBYTES // (NUM_SLOTS * self.size)))
         windows = _numbers(0, piece, piece)
         self._arena, arena = allocate(exchange, members, index, library.gradsync_arena_nbytes(self.size, rows, windows))
         # Of our own: liveness closes its when it ends, and their numbers may then mean something else.
@@ -108,6 +110,23 @@ class Team:
             op.kind, op.bases = Kind.DIRECT, ctypes.addressof(segment.bases(offset))
             op.card = (card + b"%s%d+%x" % (PLACE, segment.number, offset))[:CARD_NBYTES]
         return op
+
+    # What is not the same on all: parts for each rank, through the windows
+
+    def shed_op(self, mine: torch.Tensor, parts: Pointers, card: bytes, scale: float = 1.0) -> Op:
+        """`mine` becomes the sum of what all have for this rank; `parts`: where this rank has what each is to get.
+
+        Of that the caller keeps `parts` and the memory behind it until the operation is done.
+        """
+        pointer, code = ctypes.addressof(parts), CODES[mine.dtype]
+        return Op(card, mine.data_ptr(), pointer, None, mine.numel(), scale, Kind.SHED, code)
+
+    def share_op(self, mine: torch.Tensor, parts: Pointers, card: bytes) -> Op:
+        """All get `mine`; `parts`: where what each brings goes. Bytes, of any dtype."""
+        pointer, code = ctypes.addressof(parts), CODES[torch.int8]
+        return Op(card, mine.data_ptr(), pointer, None, mine.nbytes, 1.0, Kind.SHARE, code)
+
+    # At work
 
     def advance(self, stream: int, op: Op, slice_s: float) -> bool:
         """Go on with an operation in this thread, for at most about `slice_s`; whether it is done."""

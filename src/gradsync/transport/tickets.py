@@ -99,11 +99,11 @@ class _TeamTicket(Ticket):
 
 
 class TeamSum(_TeamTicket):
-    """A sum that the team's worker makes."""
+    """A sum that the team's worker makes, or another operation of the team."""
 
-    def __init__(self, team: Team, op: Op, flat: torch.Tensor, what: str, nbytes: int, bucket: int) -> None:
+    def __init__(self, team: Team, op: Op, keeps: object, what: str, nbytes: int, bucket: int) -> None:
         super().__init__(what, nbytes, bucket)
-        self._flat = flat  # the worker writes to it
+        self._keeps = keeps  # the worker reads and writes there
         self._job = team.submit(op)
 
     def _go_on(self, slice_s: float) -> bool:
@@ -113,7 +113,7 @@ class TeamSum(_TeamTicket):
 
 
 class OwnSum(_TeamTicket):
-    """A sum that the waiting thread makes itself."""
+    """The same, done by the waiting thread itself."""
 
     patience_s = 0.05
 

@@ -14,6 +14,8 @@
  *     STAGED       the data is anywhere: it goes through the windows piece by piece; see staged()
  *     SCATTER      as DIRECT, but each adds up its own range into its own buffer only
  *     GATHER       each fetches the others' ranges     ── and waits until all have ──
+ *     SHED         as SCATTER, of data that is anywhere: through the windows, like STAGED
+ *     SHARE        as GATHER, likewise
  *
  * A rank posts k+1 only when it has left k; so whoever has passed the arrival at k+1 knows that nobody is in k any
  * more, and slot k % 2 may be used again for k+2. Whoever adds, it adds in rank order: all paths give the same bits.
@@ -35,7 +37,7 @@
 #define LEAST_PIECE_NBYTES (64u << 10)
 #define LINE 64
 
-enum kind { SMALL, DIRECT, STAGED, SCATTER, GATHER };
+enum kind { SMALL, DIRECT, STAGED, SCATTER, GATHER, SHED, SHARE };
 
 /* The counters of one stream; they live in rank 0's arena. */
 typedef struct {
@@ -49,10 +51,11 @@ typedef struct {
 /* One operation: what is asked for, then how far it is. Mirrored in library.py. */
 typedef struct {
     char card[CARD_NBYTES];
-    void *data;               /* this rank's elements */
-    void *const *bases;       /* DIRECT, SCATTER, GATHER: where each rank's elements are */
+    void *data;               /* this rank's elements; SHED: where its sum goes */
+    void *const *bases;       /* DIRECT, SCATTER, GATHER: where each rank's elements are
+                                 SHED, SHARE: here, what each rank is to get; where what it brings goes */
     const uint64_t *bounds;   /* SCATTER, GATHER: where each rank's range begins and ends */
-    uint64_t count;
+    uint64_t count;           /* SHED, SHARE: of one rank's part */
     double scale;
     int32_t kind, dtype;
     double finished_at;
@@ -223,7 +226,7 @@ static uint32_t direct(team_t *team, stream_t *stream, op_t *op) {
 
 /* Through the windows, piece by piece; a piece has one of NUM_SLOTS slots of every window.
  *
- *     few ranks: each adds up whole pieces              many ranks: each adds up its share of a piece
+ *     few ranks, SHED, SHARE: each uses whole pieces    many ranks: each adds up its share of a piece
  *     turn i   copy in piece i                          turn i   fetch the shares of piece i−2 ── when all have added
  *              add up piece i−1 ── when all have it              copy in piece i
  *                                                                add up my share of piece i−1 ── when all have it
@@ -258,32 +261,58 @@ typedef struct {
     char *data;
 } piece_t;
 
-/* Elements in a piece: a slot holds it, and there are several, so that copying and adding overlap. */
-static uint64_t piece_count(stream_t *stream, const op_t *op) {
+/* Elements in a piece: a slot holds it (of SHED one for each rank), and there are several, so that copying and adding
+ * overlap. */
+static uint64_t piece_count(team_t *team, stream_t *stream, const op_t *op) {
     uint64_t item = item_nbytes(op->dtype), nbytes = lines(op->count * item / NUM_SLOTS);
+    uint64_t most = op->kind == SHED ? stream->window_nbytes / (uint64_t)team->size / LINE * LINE : stream->window_nbytes;
     if (nbytes < LEAST_PIECE_NBYTES) nbytes = LEAST_PIECE_NBYTES;
-    return (nbytes < stream->window_nbytes ? nbytes : stream->window_nbytes) / item;
+    return (nbytes < most ? nbytes : most) / item;
 }
 
-static piece_t piece_of(stream_t *stream, const op_t *op, uint32_t index) {
-    uint64_t item = item_nbytes(op->dtype), each = piece_count(stream, op), from = index * each;
+static piece_t piece_of(team_t *team, stream_t *stream, const op_t *op, uint32_t index) {
+    uint64_t item = item_nbytes(op->dtype), each = piece_count(team, stream, op), from = index * each;
     uint64_t count = op->count - from < each ? op->count - from : each;
     return (piece_t){from, count, (char *)op->data + from * item};
 }
 
-static uint32_t num_pieces(stream_t *stream, const op_t *op) {
-    uint64_t each = piece_count(stream, op);
+static uint32_t num_pieces(team_t *team, stream_t *stream, const op_t *op) {
+    uint64_t each = piece_count(team, stream, op);
     return (uint32_t)((op->count + each - 1) / each);
 }
 
 static void copy_in(team_t *team, stream_t *stream, op_t *op, uint32_t index) {
-    piece_t piece = piece_of(stream, op, index);
-    memcpy(slot(stream, team->rank, index), piece.data, piece.count * item_nbytes(op->dtype));
+    piece_t piece = piece_of(team, stream, op, index);
+    uint64_t item = item_nbytes(op->dtype), each = piece_count(team, stream, op);
+    char *mine = slot(stream, team->rank, index);
+    if (op->kind == SHED) {
+        for (uint64_t r = 0; r < (uint64_t)team->size; r++)
+            memcpy(mine + r * each * item, (char *)op->bases[r] + piece.from * item, piece.count * item);
+    } else {
+        memcpy(mine, piece.data, piece.count * item);
+    }
     say(team, stream, COPIED, index);
 }
 
+/* SHED: what all have for this rank, added up into its own memory. */
+static void shed_piece(team_t *team, stream_t *stream, op_t *op, uint32_t index) {
+    piece_t piece = piece_of(team, stream, op, index);
+    uint64_t offset = (uint64_t)team->rank * piece_count(team, stream, op) * item_nbytes(op->dtype);
+    void *rows[MAX_RANKS], *out = piece.data;
+    for (int r = 0; r < team->size; r++) rows[r] = slot(stream, r, index) + offset;
+    sum_range(rows, team->size, &out, 1, op, 0, piece.count);
+}
+
+/* SHARE: what each has brought. */
+static void share_piece(team_t *team, stream_t *stream, op_t *op, uint32_t index) {
+    piece_t piece = piece_of(team, stream, op, index);
+    uint64_t item = item_nbytes(op->dtype);
+    for (int r = 0; r < team->size; r++)
+        memcpy((char *)op->bases[r] + piece.from * item, slot(stream, r, index), piece.count * item);
+}
+
 static void add_piece(team_t *team, stream_t *stream, op_t *op, uint32_t index) {
-    piece_t piece = piece_of(stream, op, index);
+    piece_t piece = piece_of(team, stream, op, index);
     void *rows[MAX_RANKS], *out = piece.data;
     for (int r = 0; r < team->size; r++) rows[r] = slot(stream, r, index);
     rows[team->rank] = piece.data; /* the same, and in the nearest cache */
@@ -292,7 +321,7 @@ static void add_piece(team_t *team, stream_t *stream, op_t *op, uint32_t index) 
 
 static void add_share(team_t *team, stream_t *stream, op_t *op, uint32_t index) {
     op_t share = *op;
-    share.count = piece_of(stream, op, index).count;
+    share.count = piece_of(team, stream, op, index).count;
     void *rows[MAX_RANKS];
     for (int r = 0; r < team->size; r++) rows[r] = slot(stream, r, index);
     sum_range(rows, team->size, &rows[team->rank], 1, &share, part(&share, team->size, team->rank),
@@ -301,7 +330,7 @@ static void add_share(team_t *team, stream_t *stream, op_t *op, uint32_t index) 
 }
 
 static void fetch_shares(team_t *team, stream_t *stream, op_t *op, uint32_t index) {
-    piece_t piece = piece_of(stream, op, index);
+    piece_t piece = piece_of(team, stream, op, index);
     op_t share = *op;
     share.count = piece.count;
     uint64_t item = item_nbytes(op->dtype);
@@ -312,8 +341,8 @@ static void fetch_shares(team_t *team, stream_t *stream, op_t *op, uint32_t inde
 }
 
 static int staged(team_t *team, stream_t *stream, op_t *op, watch_t *watch) {
-    uint32_t pieces = num_pieces(stream, op), i;
-    int few = team->size <= 3, result;
+    uint32_t pieces = num_pieces(team, stream, op), i;
+    int few = team->size <= 3 || op->kind != STAGED, result;
     for (; (i = op->piece) < pieces + (few ? 1 : 2); op->piece++, op->step = 0) {
         if (op->step == 0) {
             if (!few && i >= 2) {
@@ -325,7 +354,11 @@ static int staged(team_t *team, stream_t *stream, op_t *op, watch_t *watch) {
         }
         if (i >= 1 && i <= pieces) {
             if ((result = all_have(team, stream, COPIED, i - 1, watch)) != DONE) return result;
-            few ? add_piece(team, stream, op, i - 1) : add_share(team, stream, op, i - 1);
+            void (*use)(team_t *, stream_t *, op_t *, uint32_t) = op->kind == SHED    ? shed_piece
+                                                                  : op->kind == SHARE ? share_piece
+                                                                  : few               ? add_piece
+                                                                                      : add_share;
+            use(team, stream, op, i - 1);
         }
     }
     stream->pieces += pieces;
@@ -370,6 +403,8 @@ static int advance(team_t *team, stream_t *stream, op_t *op, watch_t *watch) {
     case DIRECT:
         return wait_for(finished, direct(team, stream, op), watch);
     case STAGED:
+    case SHED:
+    case SHARE:
         return staged(team, stream, op, watch);
     case SCATTER:
         scatter(team, op);
