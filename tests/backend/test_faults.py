@@ -23,6 +23,7 @@ from gradsync.ranks import RankPool
 from gradsync.transport.hosts import declare_host
 
 Run = Callable[..., list[Any]]
+COUNTED = ("all_reduce", "all_gather", "broadcast", "forward")
 
 
 def summing(group: Any) -> None:
@@ -40,6 +41,11 @@ def gathering(group: Any) -> None:
         dist.all_gather([torch.empty(10), torch.empty(10)], torch.ones(10), group=group)
 
 
+def broadcasting(group: Any) -> None:
+    for _ in range(100):
+        dist.broadcast(torch.ones(10), 1, group=group)
+
+
 def training(group: Any) -> None:
     ddp = DistributedDataParallel(nn.Linear(8, 8), process_group=group)
     for _ in range(100):
@@ -55,7 +61,12 @@ def killed_in(doing: Callable[[Any], None], elsewhere: bool) -> str:
 
         def count(frame: Any, event: str, argument: Any) -> None:
             nonlocal doing_calls
-            doing_calls += event == "call" and frame.f_code.co_name in ("all_reduce", "all_gather", "forward")
+            doing_calls += event == "call" and frame.f_code.co_name in (
+                "all_reduce",
+                "all_gather",
+                "broadcast",
+                "forward",
+            )
             if doing_calls == 8:
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -68,7 +79,10 @@ def killed_in(doing: Callable[[Any], None], elsewhere: bool) -> str:
 
 @pytest.mark.parametrize(
     ("doing", "elsewhere"),
-    [(summing, False), (summing_asynchronously, False), (gathering, False), (training, False), (gathering, True)],
+    [
+        *((summing, False), (summing_asynchronously, False), (gathering, False), (training, False)),
+        *((broadcasting, False), (gathering, True)),
+    ],
 )
 def test_a_killed_rank_is_named(doing: Callable[[Any], None], elsewhere: bool, pool: RankPool) -> None:
     survivor, killed = pool.outcomes(killed_in, doing, elsewhere, ranks=2)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -240,40 +240,56 @@ def mix(seed: int) -> None:
         segments = [team.allocate(480_000) for _ in range(5)]
         done = 0
         while done < 200:
-            jobs: list[tuple[Job, torch.Tensor, int, int]] = []
+            jobs: list[tuple[Job, Drawn]] = []
             threaded = rng.random() < 0.5
             for index in range(rng.randint(1, 4)):
-                count, done = _size(rng), done + 1
-                flat, op = _random_op(team, segments[index], rng, count, done)
+                done += 1
+                drawn = _random_op(team, segments[index], rng, done)
                 if threaded:
-                    jobs.append((team.submit(op), flat, count, done))
+                    jobs.append((team.submit(drawn.op), drawn))
                 else:
-                    advance(team, op)
-                    assert torch.equal(flat, truth(count, seed=done)), (done, op.kind)
+                    advance(team, drawn.op)
+                    assert torch.equal(drawn.flat, drawn.expected), (done, drawn.op.kind)
             if rng.random() < 0.5:
-                count, done = _size(rng), done + 1
-                flat, op = _random_op(team, segments[4], rng, count, done)
-                advance(team, op, LANE)
-                assert torch.equal(flat, truth(count, seed=done)), (done, op.kind)
+                done += 1
+                drawn = _random_op(team, segments[4], rng, done)
+                advance(team, drawn.op, LANE)
+                assert torch.equal(drawn.flat, drawn.expected), (done, drawn.op.kind)
             own.shuffle(jobs)  # who waits for which first is everybody's own business
-            for job, flat, count, number in jobs:
+            for job, drawn in jobs:
                 wait(job)
-                assert torch.equal(flat, truth(count, seed=number)), number
+                assert torch.equal(drawn.flat, drawn.expected), drawn.op.kind
+
+
+class Drawn(NamedTuple):
+    """An operation, where its result will be, what that must be, and what must stay alive."""
+
+    op: Op
+    flat: torch.Tensor
+    expected: torch.Tensor
+    keeps: object = None
 
 
 def _size(rng: random.Random) -> int:
     return rng.choice([0, 1, rng.randint(2, 4096), rng.randint(4096, 20000), rng.randint(20000, 120000)])
 
 
-def _random_op(team: Team, memory: torch.Tensor, rng: random.Random, count: int, number: int) -> tuple[Any, Op]:
-    kinds = [Kind.STAGED, Kind.DIRECT] + [Kind.SMALL] * (4 * count <= ROW)
-    kind = rng.choice(kinds)
-    mine = data(team.rank, count, seed=number)
+def _random_op(team: Team, memory: torch.Tensor, rng: random.Random, number: int) -> Drawn:
+    count = _size(rng)
+    kind = rng.choice([Kind.STAGED, Kind.DIRECT, Kind.SHED, Kind.SHARE] + [Kind.SMALL] * (4 * count <= ROW))
+    mine, expected = data(team.rank, count, seed=number), truth(count, seed=number)
+    if kind == Kind.SHED:
+        out, parts = torch.zeros(count), pointers([mine] * team.size)
+        return Drawn(team.shed_op(out, parts, b"shed"), out, expected, (mine, parts))
+    if kind == Kind.SHARE:
+        rows = torch.zeros(team.size, count)
+        parts, everybody = pointers(list(rows)), [data(rank, count, seed=number) for rank in range(team.size)]
+        return Drawn(team.share_op(mine, parts, b"share"), rows, torch.stack(everybody), (mine, parts))
     if kind != Kind.DIRECT:
-        return mine, op_of(kind, mine)
+        return Drawn(op_of(kind, mine), mine, expected)
     flat, bases = place(team, memory, count, torch.float32)
     flat.copy_(mine)
-    return flat, op_of(kind, flat, bases)
+    return Drawn(op_of(kind, flat, bases), flat, expected)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -3,12 +3,13 @@
     import gradsync.backend
     dist.init_process_group("cpu:gradsync")          # or "gradsync", or "cpu:gradsync,cuda:nccl"
 
-Sums of CPU tensors are made in memory that the ranks of a host share; everything else, and everything across hosts, is
-gloo's. A rank that dies is named by `gs.PeerLost` in either.
+All-reduce, reduce-scatter and all-gather of CPU tensors go through memory that the ranks of a host share; everything
+else, and everything across hosts, is gloo's. A rank that dies is named by `gs.PeerLost` in either.
 
     dist.all_reduce, DDP, FSDP …
       └ group     every collective of torch.distributed; which go where
-          ├ sums      in shared memory, by a thread of C
+          ├ calls     what torch asks for, as operations of the team
+          ├ queue     does them in shared memory, in order, by the caller or by a thread of C
           ├ works     what is handed back: wait, is_completed, get_future
           └ gloo      all the rest, with the dead named (`witness`)
 """

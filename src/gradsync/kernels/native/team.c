@@ -36,6 +36,7 @@
 #define BLOCK_NBYTES (128u << 10)
 #define LEAST_PIECE_NBYTES (64u << 10)
 #define LINE 64
+#define FEW 3 /* ranks: up to here each adds up everything */
 
 enum kind { SMALL, DIRECT, STAGED, SCATTER, GATHER, SHED, SHARE };
 
@@ -340,9 +341,19 @@ static void fetch_shares(team_t *team, stream_t *stream, op_t *op, uint32_t inde
     }
 }
 
+/* Every piece counts as added on teams where that is ever waited for: the next operation reckons with all before it. */
+static void use_piece(team_t *team, stream_t *stream, op_t *op, uint32_t index, int few) {
+    if (op->kind == STAGED) {
+        few ? add_piece(team, stream, op, index) : add_share(team, stream, op, index);
+        return;
+    }
+    op->kind == SHED ? shed_piece(team, stream, op, index) : share_piece(team, stream, op, index);
+    if (team->size > FEW) say(team, stream, ADDED, index);
+}
+
 static int staged(team_t *team, stream_t *stream, op_t *op, watch_t *watch) {
     uint32_t pieces = num_pieces(team, stream, op), i;
-    int few = team->size <= 3 || op->kind != STAGED, result;
+    int few = team->size <= FEW || op->kind != STAGED, result;
     for (; (i = op->piece) < pieces + (few ? 1 : 2); op->piece++, op->step = 0) {
         if (op->step == 0) {
             if (!few && i >= 2) {
@@ -354,11 +365,7 @@ static int staged(team_t *team, stream_t *stream, op_t *op, watch_t *watch) {
         }
         if (i >= 1 && i <= pieces) {
             if ((result = all_have(team, stream, COPIED, i - 1, watch)) != DONE) return result;
-            void (*use)(team_t *, stream_t *, op_t *, uint32_t) = op->kind == SHED    ? shed_piece
-                                                                  : op->kind == SHARE ? share_piece
-                                                                  : few               ? add_piece
-                                                                                      : add_share;
-            use(team, stream, op, i - 1);
+            use_piece(team, stream, op, i - 1, few);
         }
     }
     stream->pieces += pieces;
