@@ -12,7 +12,7 @@ demo: $(STAMP)
 	$(BIN)/gradsync demo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks examples docs/*.py

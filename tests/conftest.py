@@ -20,6 +20,13 @@ from netlab.fixture import lab, nest  # noqa: F401  # for every folder
 
 Run = Callable[..., list[Any]]
 
+# Files that start programs of their own take longest: begun last, one would keep a worker while the other is idle.
+FIRST = ("tests/integrations", "tests/cli", "tests/test_", "tests/docs", "tests/backend")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
+
 
 @pytest.fixture(scope="session")
 def warm() -> ForkServerContext:

@@ -40,6 +40,20 @@ def test_a_link_that_is_hardly_used_is_not_judged() -> None:
     assert slow_links(run) == []
 
 
+def test_links_that_were_hardly_busy_with_as_much_show_how_slow_the_other_is() -> None:
+    """On a fast machine a shaped link was compared with nothing: the others had done their work in a quarter second."""
+    run = made_run(3, 100, slow_links={(0, 1): 0.1})
+    for rank in range(3):
+        run.ranks[rank].wires[:] = [
+            Wires(
+                line.step, [wire if wire.peer == 1 and rank == 0 else wire._replace(busy_s=0.01) for wire in line.wires]
+            )
+            for line in run.ranks[rank].wires
+        ]
+    (found,) = slow_links(run)
+    assert (found.rank, found.peer) == (0, 1)
+
+
 def test_a_link_to_a_late_rank_is_not_called_slow() -> None:
     """What it does not take waits on the sender's side."""
     for seed in range(10):

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from gradsync.backend.wrapped import NO_TIMEOUT, WrappedWork
 from gradsync.errors import PeerLost
 from gradsync.transport.lane import Lane
 
-_NO_TIMEOUT = timedelta(0)
 _TRANSPORT = "gloo/transport"  # in what gloo says when a connection failed, and in nothing that a caller did wrong
 
 
@@ -33,47 +32,19 @@ class Witness:
         return error
 
 
-class WitnessedWork(dist.Work):
-    """A work of gloo whose wait names the dead; all else is the work's own."""
+class WitnessedWork(WrappedWork):
+    """A work of gloo whose wait names the dead."""
 
     def __init__(self, work: dist.Work, what: str, witness: Witness) -> None:
-        super().__init__()
-        self._work = work
+        super().__init__(work)
         self._what = what
         self._witness = witness
 
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         return self._heard(lambda: self._work.wait(timeout))
 
     def synchronize(self) -> None:
         self._heard(self._work.synchronize)
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def is_success(self) -> bool:
-        return self._work.is_success()
-
-    def exception(self) -> Any:
-        return self._work.exception()
-
-    def result(self) -> list[torch.Tensor]:
-        return self._work.result()
-
-    def source_rank(self) -> int:
-        return self._work.source_rank()
-
-    def _source_rank(self) -> int:
-        return self._work._source_rank()
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        return self._work.get_future()
-
-    def get_future_result(self) -> torch.futures.Future[Any]:
-        return self._work.get_future_result()  # type: ignore[attr-defined]  # missing in the stubs
-
-    def block_current_stream(self) -> None:
-        self._work.block_current_stream()
 
     def _heard(self, wait: Callable[[], Any]) -> Any:
         try:

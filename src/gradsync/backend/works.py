@@ -27,11 +27,10 @@ from torch.autograd import Variable
 
 from gradsync.backend.calls import Call
 from gradsync.backend.queue import Queue
+from gradsync.backend.wrapped import NO_TIMEOUT, WrappedWork
 from gradsync.errors import SyncTimeout
 from gradsync.transport.courier import Courier
 from gradsync.transport.tickets import Errand
-
-_NO_TIMEOUT = timedelta(0)
 
 
 class Done(dist.Work):
@@ -41,7 +40,7 @@ class Done(dist.Work):
         super().__init__()
         self._tensors = list(tensors)
 
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         return True
 
     def is_completed(self) -> bool:
@@ -84,7 +83,7 @@ class SharedWork(dist.Work):
         self._bare = torch.futures.Future[Any]()
         self._future: torch.futures.Future[Any] | None = None
 
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Return when the tensors hold the result; raise if somebody is lost, or does not come in time."""
         limit = timeout.total_seconds() or self._limit
         if not self._lock.acquire(timeout=limit):  # somebody else settles it, with a longer bound
@@ -159,33 +158,23 @@ class SharedWork(dist.Work):
         self._settled = True
 
 
-class IntegerMean(dist.Work):
+class IntegerMean(WrappedWork):
     """A sum of integers that becomes their mean, rounded towards zero as NCCL does; gloo refuses such a mean."""
 
     def __init__(self, work: dist.Work, tensors: Sequence[torch.Tensor], num_ranks: int) -> None:
-        super().__init__()
-        self._work = work
+        super().__init__(work)
         self._tensors = list(tensors)
         self._num_ranks = num_ranks
         self._lock = threading.Lock()
         self._divided = False
 
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         self._work.wait(timeout)
         self._divide()
         return True
 
     def synchronize(self) -> None:
         self.wait()
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def is_success(self) -> bool:
-        return self._work.is_success()
-
-    def exception(self) -> Any:
-        return self._work.exception()
 
     def result(self) -> list[torch.Tensor]:
         return self._tensors

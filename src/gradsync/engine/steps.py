@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -20,6 +18,7 @@ from gradsync.engine.bucket import Entry
 from gradsync.engine.building import Engine
 from gradsync.engine.census import Census
 from gradsync.engine.hooks import Hooks, queue_callback, recomputing
+from gradsync.engine.late_hooks import LateHooks
 from gradsync.engine.tracing import Tracing
 from gradsync.engine.witness import Both, Nobody, Witness
 from gradsync.errors import BackwardAborted, GradSyncError, NonFinite, PeerFault
@@ -48,9 +47,7 @@ class Steps:
         self._entries = engine.reducer.entries
         self._in_backward = False  # since its beginning until its end-of-backward callback
         self._fired = False  # whether a gradient arrived in this backward
-        self._begun_at: float | None = None
-        self._first_at = 0.0
-        self._late_hooks = 0  # backwards in a row in which all gradients arrived at the end
+        self._late_hooks = LateHooks()
         self._spoiled = False  # a backward of this window raised: the window will be dropped everywhere
         self._num_backwards = 0
         self._seen_backwards = {id(optimizer): 0 for optimizer in optimizers}
@@ -104,7 +101,7 @@ class Steps:
     def backward_begins(self) -> None:
         """The gradient of the model's output is known: backward has begun."""
         if not self._in_backward:
-            self._begun_at = time.perf_counter()
+            self._late_hooks.begins(known=True)
             self._begin()
 
     def arrived(self, entry: Entry, param: torch.Tensor) -> None:
@@ -183,11 +180,11 @@ class Steps:
                     "call backward() on the outer loss only"
                 )
             self._fired = True
-            self._first_at = time.perf_counter()
+            self._late_hooks.first()
 
     def _begin_late(self) -> None:
         """The fallback of [Who begins a backward]: the model's own forward was not called."""
-        self._begun_at = None
+        self._late_hooks.begins(known=False)
         self._notice_changes(unheard=True)
         counts = self.pace.k > 1 or not self.pace.engine_averages or self.reducer.weighting.weight is not None
         if counts and recomputing():
@@ -209,7 +206,8 @@ class Steps:
         self.witness.backward_ends()
         self._num_backwards += 1
         self.reducer.backwards += 1
-        self._notice_late_hooks()
+        if self.plan.overlap == "backward" and len(self.reducer.agenda.buckets) > 1:
+            self._late_hooks.ends()
         if self.no_sync_depth:
             self.unsynchronized = True
             return
@@ -391,17 +389,3 @@ class Steps:
             self._trainable = trainable
             self.reducer.note_trainable()
             self._hooks.listen(self._entries)
-
-    def _notice_late_hooks(self) -> None:
-        """Say once when every gradient arrives at the very end, so that nothing can overlap."""
-        if self._begun_at is None or self._late_hooks > 2 or len(self.reducer.agenda.buckets) < 2:
-            return
-        now = time.perf_counter()
-        late = now - self._begun_at > 5e-3 and now - self._first_at < 0.1 * (now - self._begun_at)
-        self._late_hooks = self._late_hooks + 1 if late else 0
-        if self._late_hooks == 3 and self.plan.overlap == "backward":
-            warnings.warn(
-                "all gradients arrive at the end of backward, so communication cannot overlap with it; "
-                "if the whole model is under torch.compile, compile its blocks instead (block.compile())",
-                stacklevel=2,
-            )

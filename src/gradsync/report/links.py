@@ -1,7 +1,8 @@
 """Links that give less than the others, from what each connection carried while it was busy.
 
 A kernel counts the time in which a connection had something to send, in ticks of up to 10 ms; so carried bytes and busy
-time are summed over the run, and a link is judged only when it was busy for many ticks.
+time are summed over the run, and a link is judged only when it was busy for many ticks. One that carried as much and was
+hardly busy is what a link should be: others are compared with it, at the least rate that it must have had.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Link(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Bytes per second while it was busy."""
-        return self.nbytes / self.busy_s
+        """Bytes per second while it was busy; at least that, where this was too short to be known."""
+        return self.nbytes / max(self.busy_s, _FEWEST_S)
 
 
 class SlowLink(NamedTuple):
@@ -82,9 +83,11 @@ def find_slow_links(
     not judged.
     """
     elapsed_s = sum(median(cell.step_s for cell in table.rows[step].values()) for step in table.steps)
-    told = [link for link in links if link.busy_s >= _FEWEST_S and link.nbytes >= _FEWEST_NBYTES]
+    told = [link for link in links if link.nbytes >= _FEWEST_NBYTES]
     found = []
     for link in told:
+        if link.busy_s < _FEWEST_S:
+            continue
         others = [other.rate for other in told if other is not link]
         usual = max(median(others) if others else 0.0, (said.link_bandwidth or 0.0) if len(others) < 2 else 0.0)
         if link.peer in late or link.rate >= _PART * usual:
