@@ -2,7 +2,8 @@
 
     gradsync                  attach(guard=Guard(drift="off"))              what the others are compared with
     gradsync + trace          the same, trace=folder
-    gradsync + everything     trace=folder, Guard(drift="warn", nonfinite="skip")
+    gradsync + trace, digests the same, Guard(drift="warn"): the header compares replicas
+    gradsync + everything     the same, nonfinite="skip": every gradient is looked through for NaN before it travels
     DDP                       stock
     DDP + observe             gs.observe(ddp, trace=folder), which compares replicas too
 
@@ -29,17 +30,18 @@ from signals.models import WORKLOADS
 
 STEPS = 10
 _WARM_UP_TURNS = 6
-BARE, TRACED, ALL, DDP, OBSERVED = (
+BARE, TRACED, WATCHED, ALL, DDP, OBSERVED = (
     "gradsync",
     "gradsync + trace",
+    "gradsync + trace, digests",
     "gradsync + everything",
     "DDP",
     "DDP + observe",
 )
-PAIRS = ((TRACED, BARE), (ALL, BARE), (OBSERVED, DDP), (BARE, DDP))  # what is compared with what
+PAIRS = ((TRACED, BARE), (WATCHED, BARE), (ALL, BARE), (OBSERVED, DDP), (BARE, DDP))  # what is compared with what
 
 _OFF = gs.Guard(drift="off")
-_ON = gs.Guard(drift="warn", nonfinite="skip")
+_GUARDS = {WATCHED: gs.Guard(drift="warn"), ALL: gs.Guard(drift="warn", nonfinite="skip")}
 
 Close = Callable[[], None]
 Opened = tuple[nn.Module, Close]
@@ -51,19 +53,19 @@ def _opened(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, folde
         ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
         return ddp, gs.observe(ddp, trace=folder).close if name == OBSERVED else lambda: None
     trace = None if name == BARE else folder
-    return model, gs.attach(model, optimizer, guard=_ON if name == ALL else _OFF, trace=trace).detach
+    return model, gs.attach(model, optimizer, guard=_GUARDS.get(name, _OFF), trace=trace).detach
 
 
 class Arm:
     """One way to train one replica."""
 
-    def __init__(self, name: str, workload: str, folder: str) -> None:
+    def __init__(self, name: str, workload: str, samples: int, folder: str) -> None:
         torch.manual_seed(0)
         made = WORKLOADS[workload]
         model = made.build()
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         self.forward, self.close = _opened(name, model, self.optimizer, str(Path(folder, name)))
-        self.x = torch.randn(made.batch, generator=torch.Generator().manual_seed(dist.get_rank()))
+        self.x = torch.randn(samples, made.width, generator=torch.Generator().manual_seed(dist.get_rank()))
 
     def turn(self) -> float:
         """Seconds per step of one turn; every rank starts it together."""
@@ -76,9 +78,25 @@ class Arm:
         return (time.perf_counter() - start) / STEPS
 
 
-def measure(workload: str, rounds: int, folder: str) -> dict[str, list[float]]:
+def calibrate(workload: str) -> int:
+    """How many samples make a step without trace, digests and checks as long as it is to be."""
+    samples, wanted = WORKLOADS[workload].samples, WORKLOADS[workload].step_s
+    for _ in range(3):
+        step_s = gs.spawn(_bare_step, 2, workload, samples, timeout=300)[0]
+        samples = max(8, round(samples * wanted / step_s))
+    return samples
+
+
+def _bare_step(workload: str, samples: int) -> float:
+    arm = Arm(BARE, workload, samples, "")
+    taken = [arm.turn() for _ in range(12)]
+    arm.close()
+    return median(taken[2:])
+
+
+def measure(workload: str, samples: int, rounds: int, folder: str) -> dict[str, list[float]]:
     """One launch, on every rank."""
-    arms = {name: Arm(name, workload, folder) for name in (BARE, TRACED, ALL, DDP, OBSERVED)}
+    arms = {name: Arm(name, workload, samples, folder) for name in (BARE, TRACED, WATCHED, ALL, DDP, OBSERVED)}
     for _ in range(_WARM_UP_TURNS):
         for arm in arms.values():
             arm.turn()
@@ -90,14 +108,14 @@ def measure(workload: str, rounds: int, folder: str) -> dict[str, list[float]]:
 
 def cell(workload: str, rounds: int, launches: int) -> dict[str, Any]:
     """A model, in fresh processes each time: where memory lies differs from process to process."""
-    samples: dict[str, list[float]] = {}
-    nbytes = 0
+    taken_s: dict[str, list[float]] = {}
+    nbytes, samples = 0, calibrate(workload)
     for _ in range(launches):
         with tempfile.TemporaryDirectory(prefix="gradsync-signals-") as folder:
-            first, _ = gs.spawn(measure, 2, workload, rounds, folder, timeout=600)
+            first, _ = gs.spawn(measure, 2, workload, samples, rounds, folder, timeout=600)
             nbytes = Path(folder, TRACED, "rank-0.jsonl").stat().st_size
         for name, taken in first.items():
-            samples.setdefault(name, []).extend(taken)
+            taken_s.setdefault(name, []).extend(taken)
     steps = STEPS * (_WARM_UP_TURNS + rounds)
     model = WORKLOADS[workload].build()
     return {
@@ -105,8 +123,9 @@ def cell(workload: str, rounds: int, launches: int) -> dict[str, Any]:
         "rounds": rounds,
         "launches": launches,
         "trace_nbytes_per_step": round(nbytes / steps),
-        "costs": {f"{arm} / {base}": cost(samples, arm, base) for arm, base in PAIRS},
-        "samples_s": samples,
+        "samples_per_batch": samples,
+        "costs": {f"{arm} / {base}": cost(taken_s, arm, base) for arm, base in PAIRS},
+        "samples_s": taken_s,
     }
 
 

@@ -21,7 +21,7 @@ from gradsync.engine.logbook import Logbook
 from gradsync.engine.tracing import Tracing
 from gradsync.engine.watch import Watch
 from gradsync.trace.tracer import Tracer
-from signals.cost import ALL, STEPS, Arm
+from signals.cost import ALL, STEPS, Arm, calibrate
 
 # What a step calls: the engine's witness, which calls the tracer; and what others tell the tracer themselves.
 _CALLS: dict[type, tuple[str, ...]] = {
@@ -66,30 +66,30 @@ class Clocks:
         reducer_module.is_finite = self.around("NaN checks", reducer_module.is_finite)
 
 
-def measure(workload: str, folder: str) -> dict[str, Any]:
+def measure(workload: str, samples: int, folder: str) -> dict[str, Any]:
     """On every rank: seconds per step inside, by kind, and of a step."""
     clocks = Clocks()
     clocks.install()
-    arm = Arm(ALL, workload, folder)
+    arm = Arm(ALL, workload, samples, folder)
     for _ in range(_WARM_UP_TURNS):
         arm.turn()
-    samples: dict[str, list[float]] = {kind: [] for kind in clocks.seconds}
+    inside: dict[str, list[float]] = {kind: [] for kind in clocks.seconds}
     steps = []
     for _ in range(_TURNS):
         before = dict(clocks.seconds)
         steps.append(arm.turn())
         for kind, seconds in clocks.seconds.items():
-            samples[kind].append((seconds - before[kind]) / STEPS)
+            inside[kind].append((seconds - before[kind]) / STEPS)
     arm.close()
-    return {"step_s": median(steps), "inside_s": {kind: fmean(taken) for kind, taken in samples.items()}}
+    return {"step_s": median(steps), "inside_s": {kind: fmean(taken) for kind, taken in inside.items()}}
 
 
 def cell(workload: str, launches: int) -> dict[str, Any]:
     """Rank 0's in each of several launches: the mean over turns, each of which has one detailed step in ten."""
-    found = []
+    found, samples = [], calibrate(workload)
     for _ in range(launches):
         with tempfile.TemporaryDirectory(prefix="gradsync-signals-") as folder:
-            found.append(gs.spawn(measure, 2, workload, str(Path(folder)), timeout=300)[0])
+            found.append(gs.spawn(measure, 2, workload, samples, str(Path(folder)), timeout=300)[0])
     kinds = found[0]["inside_s"]
     return {
         "steps_s": [each["step_s"] for each in found],

@@ -30,7 +30,7 @@ from signals.models import WORKLOADS  # noqa: E402
 from slow_link import store  # noqa: E402
 
 PARTS = ("cost", "inside", "faults", "table")
-ROUNDS = {"10 ms": 60, "50 ms": 15}
+ROUNDS = {"10 ms": 50, "50 ms": 20}
 
 
 def measure_cost(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""What is trained: stacks of small blocks, sized for a step of about 10 ms and about 50 ms on one thread."""
+"""What is trained: stacks of small blocks, with so many samples that a step takes 10 ms or 50 ms on this machine."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ class Block(nn.Module):
 
 
 class Workload(NamedTuple):
-    """A model and the shape of a batch for it."""
+    """A model, how long a step of it is to take, and a batch to begin with: how large it must be is measured."""
 
     build: Callable[[], nn.Module]
-    batch: tuple[int, int]
+    width: int
+    step_s: float
+    samples: int
 
 
 def stack(depth: int, width: int) -> nn.Module:
@@ -33,6 +35,6 @@ def stack(depth: int, width: int) -> nn.Module:
 
 
 WORKLOADS = {
-    "10 ms": Workload(lambda: stack(8, 192), (96, 192)),
-    "50 ms": Workload(lambda: stack(12, 384), (176, 384)),
+    "10 ms": Workload(lambda: stack(8, 192), 192, 0.01, 96),
+    "50 ms": Workload(lambda: stack(12, 384), 384, 0.05, 176),
 }

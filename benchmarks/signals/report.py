@@ -7,14 +7,14 @@ from statistics import median
 from typing import Any
 
 import bench_harness
-from signals.cost import ALL, BARE, PAIRS, TRACED
+from signals.cost import BARE, PAIRS, TRACED, WATCHED
 from slow_link.report import _filled as filled
 from slow_link.store import Results
 
 Facts = dict[str, Any]
 
 _NAMED = ("report_names_it", "watch_names_it", "doctor_names_it")
-_GOALS = {("10 ms", f"{TRACED} / {BARE}"): 0.01, ("50 ms", f"{ALL} / {BARE}"): 0.02}
+_GOALS = {("10 ms", f"{TRACED} / {BARE}"): 0.01, ("50 ms", f"{WATCHED} / {BARE}"): 0.02}
 
 
 def write(readme: Path, results: Results) -> None:
@@ -64,17 +64,17 @@ def _inside(cells: dict[str, Facts]) -> str:
     for workload, facts in cells.items():
         steps_s, inside_s = facts["steps_s"], facts["inside_s"]
         trace = [a / s for a, s in zip(inside_s["trace"], steps_s, strict=True)]
-        everything = [sum(each) / s for *each, s in zip(*inside_s.values(), steps_s, strict=True)]
+        watched = [(t + d) / s for t, d, s in zip(inside_s["trace"], inside_s["digests"], steps_s, strict=True)]
         rows.append(
             [
                 f"{workload} ({1e3 * median(steps_s):.1f} measured)",
                 *(f"{1e6 * median(taken):.0f} µs" for taken in inside_s.values()),
                 f"{_spread(trace)}{_judged(trace, 0.01) if workload == '10 ms' else ''}",
-                f"{_spread(everything)}{_judged(everything, 0.02) if workload == '50 ms' else ''}",
+                f"{_spread(watched)}{_judged(watched, 0.02) if workload == '50 ms' else ''}",
             ]
         )
     first = next(iter(cells.values()))
-    header = ["step", *first["inside_s"], "trace, of the step", "everything, of the step"]
+    header = ["step", *first["inside_s"], "trace, of the step", "trace and digests, of the step"]
     about = f"{_where(first)}; {len(first['steps_s'])} launches, load before them {first['load_before']:.1f}."
     return f"{about}\n\n{bench_harness.table(header, rows)}"
 
