@@ -1,8 +1,8 @@
 """Links that give less than the others, from what each connection carried while it was busy.
 
 A kernel counts the time in which a connection had something to send, in ticks of up to 10 ms; so carried bytes and busy
-time are summed over the run, and a link is judged only when it was busy for many ticks. One that carried as much and was
-hardly busy is what a link should be: others are compared with it, at the least rate that it must have had.
+time are summed over the run, and a link is judged only when it was busy for many ticks. One that carried as much and
+was hardly busy is what a link should be: others are compared with it, at the least rate that it must have had.
 """
 
 from __future__ import annotations
