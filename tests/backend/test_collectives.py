@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -188,6 +189,31 @@ def parts_in_shared_memory() -> None:
     dist.all_gather_into_tensor(whole, mine, group=ours)  # and they can go on
     with pytest.raises((ValueError, RuntimeError)):  # torch's own words, before anything is sent
         dist.all_gather_into_tensor(torch.zeros(5), mine, group=ours)
+
+
+def asked_and_not_waited_for() -> None:
+    """Who polls finds the result; who disagreed leaves nothing behind."""
+    ours, rank = gradsync_group(), dist.get_rank()
+    rows = [torch.zeros(8)[::2] for _ in range(2)]
+    counts = torch.full((3,), 10 + rank)
+    works = [
+        dist.all_gather(rows, torch.full((4,), 1.0 + rank), group=ours, async_op=True),
+        dist.all_reduce(counts, dist.ReduceOp.AVG, group=ours, async_op=True),
+    ]
+    deadline = time.monotonic() + 30
+    while not all(work.is_completed() for work in works):
+        assert time.monotonic() < deadline
+    assert [row.tolist() for row in rows] == [[1.0] * 4, [2.0] * 4]
+    assert counts.tolist() == [10] * 3
+    with pytest.raises(gs.Disagreement):
+        dist.all_reduce(torch.zeros(3 + rank), group=ours, async_op=True).wait()
+    for _ in range(5):
+        dist.all_reduce(torch.zeros(1000), group=ours, async_op=True).wait()
+    assert len(ours._lane._under_way) <= 2  # the last ones, until the next is issued
+
+
+def test_a_work_that_says_it_is_done_is_done(run: Run) -> None:
+    run(asked_and_not_waited_for)
 
 
 def test_parts_travel_in_shared_memory(run: Run) -> None:

@@ -117,12 +117,17 @@ def in_fresh_process(context: ForkServerContext, page: str, folder: Path, timeou
     return said
 
 
+# A script's names live as long as it does. Here the last to hold them could be a callback in a thread of gloo's, which
+# would then end the group, and so join itself: std::terminate, seen once.
+_kept: list[dict[str, Any]] = []
+
+
 def _report(page: str, folder: str, there: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     said = ""
     try:
-        run_page(page, folder)
+        run_page(page, folder, _kept.append)
     except BaseException:
         said = traceback.format_exc()
     there.send_bytes(said.encode())

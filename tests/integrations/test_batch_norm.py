@@ -142,8 +142,30 @@ def test_layers_are_converted_and_reverted_where_they_are() -> None:
     assert [type(each) for each in net.modules()] == kinds
     assert all(a is b for a, b in zip(net.modules(), parts, strict=True))
     assert all(a is b for a, b in zip(net.state_dict(keep_vars=True).values(), state, strict=True))
+    with pytest.raises(ValueError, match="0 is a Activated with a forward of its own, which would be lost"):
+        convert(nn.Sequential(Activated(3)))
     with pytest.raises(ValueError, match="0 does not know its channels yet; run a batch through it first"):
         convert(nn.Sequential(nn.LazyBatchNorm1d()))
+
+
+class Activated(nn.BatchNorm1d):
+    """With something after it."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).relu()
+
+
+def untracked() -> None:
+    """As PyTorch's: what is switched off later is not counted either."""
+    layer = convert(nn.BatchNorm1d(3))
+    layer.track_running_stats = False
+    layer(torch.randn(4, 3))
+    assert layer.running_mean.tolist() == [0.0] * 3
+    assert layer.num_batches_tracked.item() == 0
+
+
+def test_statistics_that_are_not_tracked_stay(run: Run) -> None:
+    run(untracked)
 
 
 def test_one_rank_is_batch_norm(run: Run) -> None:

@@ -54,6 +54,17 @@ def test_links_that_were_hardly_busy_with_as_much_show_how_slow_the_other_is() -
     assert (found.rank, found.peer) == (0, 1)
 
 
+def test_links_inside_a_host_are_no_measure_for_those_between() -> None:
+    run = made_run(4, 100, hosts=2)
+    for trace in run.ranks.values():
+        same = {rank for rank, other in run.ranks.items() if other.run.host == trace.run.host}
+        trace.wires[:] = [
+            Wires(line.step, [w._replace(busy_s=w.busy_s * (0.2 if w.peer in same else 1.5)) for w in line.wires])
+            for line in trace.wires
+        ]
+    assert slow_links(run) == []
+
+
 def test_a_link_to_a_late_rank_is_not_called_slow() -> None:
     """What it does not take waits on the sender's side."""
     for seed in range(10):

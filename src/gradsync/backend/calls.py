@@ -99,11 +99,11 @@ def _room_for(outputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Call
     """Where the results can be written in one go, and what brings them to their places."""
     if all(output.is_contiguous() for output in outputs):
         return list(outputs), _nothing
-    flats = [torch.empty(output.shape, dtype=output.dtype) for output in outputs]
+    flats = [torch.empty(output.shape, dtype=output.dtype, device=output.device) for output in outputs]
 
     def copy() -> None:
-        with torch.no_grad():
-            for output, flat in zip(outputs, flats, strict=True):
+        for output, flat in zip(outputs, flats, strict=True):
+            with torch.inference_mode() if output.is_inference() else torch.no_grad():
                 output.copy_(flat)
 
     return flats, copy

@@ -40,16 +40,25 @@ class Queue:
             else:
                 tickets = [self._submit(call) for call in calls]
         if not idle:
-            for call, ticket in zip(calls, tickets, strict=True):
-                self.settle(call, ticket, timeout)
+            self.settle(calls, tickets, timeout)
 
     def start(self, calls: Sequence[Call]) -> list[Ticket]:
         """The same, but only begun."""
         with self._turn:
             return [self._submit(call) for call in calls]
 
-    def settle(self, call: Call, ticket: Ticket, timeout: float | None) -> None:
-        """Wait until it has ended, and raise what went wrong."""
+    def settle(self, calls: Sequence[Call], tickets: Sequence[Ticket], timeout: float | None) -> None:
+        """Wait until all have ended, even if ranks disagree over one; then raise what went wrong."""
+        disagreement: Disagreement | None = None
+        for call, ticket in zip(calls, tickets, strict=True):
+            try:
+                self._settle(call, ticket, timeout)
+            except Disagreement as error:
+                disagreement = disagreement or error
+        if disagreement is not None:
+            raise disagreement
+
+    def _settle(self, call: Call, ticket: Ticket, timeout: float | None) -> None:
         try:
             if ticket.landed(ticket.patience_s):
                 self.lane.wait(ticket)
@@ -57,6 +66,7 @@ class Queue:
                 with self._watch:
                     self.lane.wait(ticket, timeout)
         except Cards as error:
+            ticket.refused = True
             raise self._disagreement(call.what, error.cards) from None
         except BaseException as error:
             self.give_up(error)  # Ctrl-C, say: nobody may go on from the middle of it
@@ -64,16 +74,10 @@ class Queue:
         call.after()
 
     def _do(self, calls: Sequence[Call], timeout: float | None) -> None:
-        """Here, all of them, even if ranks disagree over one: others may have given theirs to the worker already."""
-        disagreement: Disagreement | None = None
+        """Here, one after the other: each begins when the one before it has ended."""
         for call in calls:
             self._begin(call.what)
-            try:
-                self.settle(call, OwnSum(self.team, WORKER, call.op, call.what), timeout)
-            except Disagreement as error:
-                disagreement = disagreement or error
-        if disagreement is not None:
-            raise disagreement
+        self.settle(calls, [OwnSum(self.team, WORKER, call.op, call.what) for call in calls], timeout)
 
     def _submit(self, call: Call) -> Ticket:
         self._begin(call.what)

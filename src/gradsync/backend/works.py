@@ -104,7 +104,10 @@ class SharedWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        return self._settled or all(ticket.landed(0) for ticket in self._tickets)
+        """Whether it has ended; then the tensors hold the result, also for who only asks and never waits."""
+        if not self._settled and all(ticket.landed(0) for ticket in self._tickets):
+            self.complete()
+        return self._settled
 
     def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None
@@ -151,8 +154,7 @@ class SharedWork(dist.Work):
 
     def _settle(self, timeout: float) -> None:
         try:
-            for call, ticket in zip(self._calls, self._tickets, strict=True):
-                self._queue.settle(call, ticket, timeout)
+            self._queue.settle(self._calls, self._tickets, timeout)
         except RuntimeError as error:
             self._error = error
         self._settled = True
@@ -175,6 +177,12 @@ class IntegerMean(WrappedWork):
 
     def synchronize(self) -> None:
         self.wait()
+
+    def is_completed(self) -> bool:
+        completed = self._work.is_completed()
+        if completed and self._work.is_success():
+            self._divide()
+        return completed
 
     def result(self) -> list[torch.Tensor]:
         return self._tensors

@@ -34,6 +34,7 @@ class SyncBatchNorm(_BatchNorm):
 
     process_group: dist.ProcessGroup | None
     converted_from: type[_BatchNorm]
+    former_group: Any  # of a `torch.nn.SyncBatchNorm` that this was
 
     def forward(self, input: Tensor) -> Tensor:
         group = self.process_group or (dist.group.WORLD if dist.is_initialized() else None)
@@ -41,13 +42,14 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(input)
         self._check_input_dim(input)
         momentum = self.momentum
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if momentum is None:  # a mean over all batches, each counting the same
-                momentum = 1.0 / self.num_batches_tracked.item()
-        output: Tensor = _Normalize.apply(
-            input, self.weight, self.bias, self.running_mean, self.running_var, self.eps, momentum, group
-        )
+        running: list[Tensor | None] = [None, None]
+        if self.track_running_stats:
+            running = [self.running_mean, self.running_var]
+            if self.num_batches_tracked is not None:
+                self.num_batches_tracked.add_(1)
+                if momentum is None:  # a mean over all batches, each counting the same
+                    momentum = 1.0 / self.num_batches_tracked.item()
+        output: Tensor = _Normalize.apply(input, self.weight, self.bias, *running, self.eps, momentum, group)
         return output
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -56,6 +58,9 @@ class SyncBatchNorm(_BatchNorm):
                 f"batch normalization of {self.num_features} channels takes (samples, {self.num_features}, ...), "
                 f"got an input of shape {list(input.shape)}"
             )
+
+
+_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
 
 
 def convert(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
@@ -74,8 +79,15 @@ def convert(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Mod
             continue
         if any(is_lazy(tensor) for tensor in (*each.parameters(), *each.buffers())):
             raise ValueError(f"{name or 'this BatchNorm'} does not know its channels yet; run a batch through it first")
+        if type(each).forward not in _FORWARDS:
+            raise ValueError(
+                f"{name or 'this module'} is a {type(each).__name__} with a forward of its own, which would be lost; "
+                "take a plain BatchNorm, and do what comes after it in a module of its own"
+            )
         if not isinstance(each, SyncBatchNorm):
             each.converted_from = type(each)  # type: ignore[assignment]  # no tensor, and need not be one
+            former = each.process_group if isinstance(each, nn.SyncBatchNorm) else None
+            each.former_group = former  # type: ignore[assignment]
             each.__class__ = SyncBatchNorm  # the same attributes, another forward
         each.process_group = group  # type: ignore[assignment]
     return module
@@ -85,6 +97,7 @@ def revert(module: nn.Module) -> nn.Module:
     """Make every `SyncBatchNorm` the BatchNorm that it was."""
     for each in module.modules():
         if isinstance(each, SyncBatchNorm):
+            each.process_group = each.former_group
             each.__class__ = each.converted_from  # type: ignore[assignment]
     return module
 

@@ -88,7 +88,7 @@ def find_slow_links(
     for link in told:
         if link.busy_s < _FEWEST_S:
             continue
-        others = [other.rate for other in told if other is not link]
+        others = [other.rate for other in told if other is not link and _comparable(run, other, link)]
         usual = max(median(others) if others else 0.0, (said.link_bandwidth or 0.0) if len(others) < 2 else 0.0)
         if link.peer in late or link.rate >= _PART * usual:
             continue
@@ -96,6 +96,16 @@ def find_slow_links(
         if alone.rate < _PART * usual and alone.busy_s >= max(_FEWEST_S, _MATTERS * elapsed_s):
             found.append(_slow(run, alone, usual, 0 if usual == said.link_bandwidth else len(others)))
     return sorted(found, key=lambda slow: slow.rate)
+
+
+def _comparable(run: RunTrace, other: Link, link: Link) -> bool:
+    """The other was busy for long, or carried no less in a short time; and is no faster by nature, inside of a host."""
+    fair = _inside(run, link) or not _inside(run, other)
+    return fair and (other.busy_s >= _FEWEST_S or other.nbytes >= link.nbytes / 2)
+
+
+def _inside(run: RunTrace, link: Link) -> bool:
+    return link.peer is not None and host_of(run, link.peer) == host_of(run, link.rank)
 
 
 def _without_lateness(link: Link, table: Table) -> Link:

@@ -158,7 +158,7 @@ class Lane:
     def follow(self, ticket: Ticket) -> Ticket:
         """Know of what somebody else has launched: an error may name it, and at the end it is not left alone."""
         with self._joining:
-            while self._under_way and self._under_way[0].succeeded:
+            while self._under_way and (self._under_way[0].succeeded or self._under_way[0].refused):
                 self._under_way.popleft()
             self._under_way.append(ticket)
         return ticket

@@ -41,6 +41,7 @@ class Ticket(ABC):
         self.bucket = bucket
         self.nbytes = nbytes
         self.succeeded = False
+        self.refused = False  # it came to nothing on every rank at once, and what follows may go on
 
     @abstractmethod
     def landed(self, slice_s: float) -> bool:
