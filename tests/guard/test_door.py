@@ -169,8 +169,11 @@ def heard(arguments: Arguments) -> str:
     return "attached"
 
 
-def own_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("gradsync")]
+def heard_and_left(arguments: Arguments) -> tuple[str, list[str]]:
+    """What attach says, and the threads that it leaves; what other tests left in this process does not count."""
+    before = set(threading.enumerate())
+    said = heard(arguments)
+    return said, [t.name for t in set(threading.enumerate()) - before if t.name.startswith("gradsync")]
 
 
 def averages() -> bool:
@@ -185,7 +188,7 @@ def averages() -> bool:
 
 def disagree(case: str, odd: int) -> tuple[str, list[str], bool]:
     usual, other, _ = DISAGREEMENTS[case]
-    return heard((other if dist.get_rank() == odd else usual)()), own_threads(), averages()
+    return *heard_and_left((other if dist.get_rank() == odd else usual)()), averages()
 
 
 def every_disagreement(odd: int) -> dict[str, tuple[str, list[str], bool]]:
@@ -395,7 +398,7 @@ def test_what_cannot_work_is_refused_with_one_sentence(case: str, refused_alone:
 
 
 def refuse_everywhere(case: str) -> tuple[str, list[str], bool]:
-    return heard(REFUSALS[case][0]()), own_threads(), averages()
+    return *heard_and_left(REFUSALS[case][0]()), averages()
 
 
 @pytest.mark.parametrize("case", ["ddp", "fsdp", "fully_shard", "meta"])
@@ -405,7 +408,7 @@ def test_what_every_rank_refuses_they_refuse_in_the_same_words(case: str, run: A
 
 def refuse_on(odd: int, case: str) -> tuple[str, list[str], bool]:
     arguments = REFUSALS[case][0]() if dist.get_rank() == odd else on_model(net())
-    return heard(arguments), own_threads(), averages()
+    return *heard_and_left(arguments), averages()
 
 
 @pytest.mark.parametrize("case", sorted(set(REFUSALS) - NEEDS_ALL_RANKS))

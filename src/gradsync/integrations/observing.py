@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsync.engine.inventory import take_inventory
 from gradsync.engine.tracing import Tracing, accord, open_tracer, wanted
+from gradsync.guard.header import HEAD_NBYTES
 from gradsync.integrations.ddp import ignored_by
 from gradsync.integrations.observer import Observer
 from gradsync.policy import Guard
@@ -45,6 +46,8 @@ def observe(
     parent = ddp.process_group
     wires = connections()  # DDP's among them; what others have carries little
     lane = open_lane(parent, guard, guard.timeout if guard.timeout is not None else group_timeout(parent))
+    if len(lane.hosts) == 1:
+        lane.open_team(HEAD_NBYTES + len(entries))  # for headers: to wake gloo's threads for them takes a millisecond
     observer = Observer(ddp, lane, entries, guard)
     together, run_id = accord(lane, folder)
     if folder is not None:
