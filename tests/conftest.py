@@ -21,7 +21,7 @@ from netlab.fixture import lab, nest  # noqa: F401  # for every folder
 Run = Callable[..., list[Any]]
 
 # Files that start programs of their own take longest: begun last, one would keep a worker while the other is idle.
-FIRST = ("tests/integrations", "tests/cli", "tests/test_", "tests/docs", "tests/backend")
+FIRST = ("tests/integrations", "tests/cli", "tests/launch", "tests/test_", "tests/docs", "tests/backend")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

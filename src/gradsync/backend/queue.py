@@ -18,7 +18,7 @@ from gradsync.backend.calls import Call
 from gradsync.errors import Disagreement, GradSyncError
 from gradsync.transport.lane import Lane
 from gradsync.transport.team import WORKER, Cards, Team
-from gradsync.transport.tickets import OwnSum, TeamSum, Ticket
+from gradsync.transport.tickets import ByCaller, ByWorker, Ticket
 
 
 class Queue:
@@ -77,12 +77,12 @@ class Queue:
         """Here, one after the other: each begins when the one before it has ended."""
         for call in calls:
             self._begin(call.what)
-        self.settle(calls, [OwnSum(self.team, WORKER, call.op, call.what) for call in calls], timeout)
+        self.settle(calls, [ByCaller(self.team, WORKER, call.op, call.what) for call in calls], timeout)
 
     def _submit(self, call: Call) -> Ticket:
         self._begin(call.what)
         _ = self.lane.idle  # looks at all that are under way, so that the lane lets go of those nobody waits for
-        return self.lane.follow(TeamSum(self.team, call.op, call.keeps, call.what, call.nbytes, -1))
+        return self.lane.follow(ByWorker(self.team, call.op, call.keeps, call.what, call.nbytes, -1))
 
     def _begin(self, what: str) -> None:
         if self._gave_up is not None:

@@ -6,7 +6,7 @@ import torch
 
 from gradsync.transport.lane import Lane
 from gradsync.transport.team import LANE, Team
-from gradsync.transport.tickets import TeamSum, Ticket
+from gradsync.transport.tickets import ByWorker, Ticket
 
 _SLICE_S = 1.0
 
@@ -25,7 +25,7 @@ class SharedRoute:
         op = self._team.sum_op(flat, card_of(flat, self._lane.today, bucket))
         nbytes = flat.numel() * flat.element_size()
         try:
-            return self._lane.follow(TeamSum(self._team, op, flat, f"bucket {bucket}", nbytes, bucket))
+            return self._lane.follow(ByWorker(self._team, op, flat, f"bucket {bucket}", nbytes, bucket))
         except MemoryError as error:
             raise RuntimeError(str(error)) from error
 

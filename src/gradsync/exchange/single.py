@@ -22,7 +22,7 @@ from gradsync.exchange.ways import Misfit
 from gradsync.kernels.library import CODES
 from gradsync.plan import check_algorithm, check_compress
 from gradsync.transport.team import PLACE, WORKER, Cards
-from gradsync.transport.tickets import OwnSum
+from gradsync.transport.tickets import ByCaller
 
 Op = Literal["mean", "sum"]
 
@@ -174,13 +174,13 @@ def _reduce_in_memory(stand: Standing, flat: torch.Tensor, card: bytes, scale: f
     team = stand.lane.team
     assert team is not None
     try:
-        stand.lane.wait(OwnSum(team, WORKER, team.sum_op(flat, card, scale), "all_reduce"))
+        stand.lane.wait(ByCaller(team, WORKER, team.sum_op(flat, card, scale), "all_reduce"))
     except Cards as error:
         # Every rank sees the same cards. If only places differ, all stage.
         if len({_without_place(text) for text in error.cards}) > 1:
             raise
         op = team.sum_op(flat, card, scale, in_place=False)
-        stand.lane.wait(OwnSum(team, WORKER, op, "all_reduce"))
+        stand.lane.wait(ByCaller(team, WORKER, op, "all_reduce"))
 
 
 def _compare(stand: Standing, card: bytes, tensor: torch.Tensor = _NOTHING) -> bool:
@@ -190,7 +190,7 @@ def _compare(stand: Standing, card: bytes, tensor: torch.Tensor = _NOTHING) -> b
     """
     lane = stand.lane
     if lane.one_host and lane.team is not None:
-        lane.wait(OwnSum(lane.team, WORKER, lane.team.sum_op(_NOTHING, card), "all_reduce"))
+        lane.wait(ByCaller(lane.team, WORKER, lane.team.sum_op(_NOTHING, card), "all_reduce"))
         return True
     found = lane.team.locate(tensor) if lane.team is not None and tensor.is_cpu else None
     place = PLACE + b"%d+%x" % (found[0].number, found[1]) if found is not None else b""

@@ -1,8 +1,8 @@
 """What is under way: a ticket for each, whatever moves it.
 
     Collective  a backend's own, on its threads or streams
-    TeamSum     a sum in shared memory, by the team's worker
-    OwnSum      the same, made by whoever waits for it
+    ByWorker    an operation in shared memory, a sum say, by the team's worker
+    ByCaller    the same, done by whoever waits for it
     Notice      a message from each to all on the team's boards
     Promise     what a thread of ours will finish: a bucket's whole journey, say
     Errand      a Python function on the lane's thread
@@ -99,8 +99,8 @@ class _TeamTicket(Ticket):
             raise self._error
 
 
-class TeamSum(_TeamTicket):
-    """A sum that the team's worker makes, or another operation of the team."""
+class ByWorker(_TeamTicket):
+    """An operation of the team that its worker does: a sum, say."""
 
     def __init__(self, team: Team, op: Op, keeps: object, what: str, nbytes: int, bucket: int) -> None:
         super().__init__(what, nbytes, bucket)
@@ -113,7 +113,7 @@ class TeamSum(_TeamTicket):
         return done
 
 
-class OwnSum(_TeamTicket):
+class ByCaller(_TeamTicket):
     """The same, done by the waiting thread itself."""
 
     patience_s = 0.05

@@ -13,11 +13,11 @@ from unittest import mock
 
 import pytest
 import torch
+from launchers import without_launcher
 
 from gradsync.ranks import RankPool
-from test_launch import without_launcher
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT_S = 250  # for a busy machine
 JOB = {
     "SLURM_JOB_ID": "71",

@@ -12,14 +12,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from launchers import without_launcher
 
 import gradsync as gs
 from gradsync.launch.environment import read_task
 from gradsync.ranks import RankPool
 from netlab.fixture import MakeLab
-from test_launch import without_launcher
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = EXAMPLES / "torchrun_two_hosts.sh"
 PORT = "29700"  # in a network where nobody else listens
 LIMIT_S = 250  # for a busy machine
