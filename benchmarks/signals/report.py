@@ -31,9 +31,15 @@ def write(readme: Path, results: Results) -> None:
     readme.write_text(text)
 
 
-def _where(facts: Facts) -> str:
-    machine = facts["machine"]
-    return f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}, commit {facts['commit']}"
+def _where(*cells: Facts) -> str:
+    """On what machines, and of which commits, the cells of a table are."""
+    places = []
+    for facts in cells:
+        machine = facts["machine"]
+        place = f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}, commit {facts['commit']}"
+        if place not in places:
+            places.append(place)
+    return "; ".join(places)
 
 
 def _cost(workload: str, facts: Facts) -> str:
@@ -127,7 +133,7 @@ def _faults(cells: dict[str, Facts]) -> str:
         kinds.setdefault(facts["what"], []).append(facts)
     rows = [[what, str(len(runs)), *_counts(runs), _misses(runs)] for what, runs in kinds.items()]
     header = ["fault", "runs", "report is right", "watch is right", "doctor is right", "what was said instead"]
-    return f"{_where(next(iter(cells.values())))}.\n\n{bench_harness.table(header, rows)}"
+    return f"{_where(*cells.values())}.\n\n{bench_harness.table(header, rows)}"
 
 
 def _counts(runs: list[Facts]) -> list[str]:
