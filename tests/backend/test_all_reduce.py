@@ -163,3 +163,13 @@ def late_rank() -> None:
 
 def test_a_wait_ends_with_its_timeout_and_names_who_is_late(run: Run) -> None:
     run(late_rank)
+
+
+def long_wait() -> None:
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=gradsync_group(), async_op=True).wait(timedelta.max)
+    assert tensor.tolist() == [2, 2, 2]
+
+
+def test_a_wait_may_have_any_bound(run: Run) -> None:
+    run(long_wait)

@@ -85,7 +85,7 @@ class SharedWork(dist.Work):
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Return when the tensors hold the result; raise if somebody is lost, or does not come in time."""
-        limit = timeout.total_seconds() or self._limit
+        limit = min(timeout.total_seconds() or self._limit, threading.TIMEOUT_MAX)
         if not self._lock.acquire(timeout=limit):  # somebody else settles it, with a longer bound
             what = self._calls[0].what
             error = SyncTimeout(f"{self._queue.lane.place()} waited {limit:.1f} s for {what}; allow more time", ())
