@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import os
 import subprocess
 import sys
+import threading
+import time
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -209,3 +213,93 @@ def copy_and_save(folder: str) -> None:
 
 def test_an_observed_model_can_be_copied_and_saved(run: Run, tmp_path: Path) -> None:
     run(copy_and_save, str(tmp_path))
+
+
+def check_part_of_the_ranks(folder: str) -> None:
+    both, alone = dist.new_group([1, 2]), dist.new_group([0])
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(64, 8), process_group=both if rank else alone)
+    observer = gs.observe(ddp, trace=folder)
+    train(ddp)
+    observer.close()
+
+
+def test_ranks_that_train_apart_have_traces_of_their_own(run: Run, tmp_path: Path) -> None:
+    run(check_part_of_the_ranks, str(tmp_path), ranks=3)
+    pair, alone = read_run(tmp_path / "ranks-1-to-2"), read_run(tmp_path / "ranks-0")
+    assert (list(pair.ranks), pair.missing, pair.world_size) == ([1, 2], [], 2)
+    assert (list(alone.ranks), alone.missing) == ([0], [])
+    (tmp_path / "ranks-1-to-2" / "rank-2.jsonl").unlink()
+    assert read_run(tmp_path / "ranks-1-to-2").missing == [2]
+    with pytest.raises(ValueError, match=r"itself holds no trace, but .* below it: .*/ranks-0, .*/ranks-1-to-2"):
+        read_run(tmp_path)
+
+
+def drop_and_wrap_again(folder: str) -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(64, 8)
+    ddp = DistributedDataParallel(module)
+    kept = gs.observe(ddp, trace=f"{folder}/0")
+    with pytest.raises(ValueError, match=r"parameter weight is observed already; call close\(\) on its observer first"):
+        gs.attach(module)
+    train(ddp)
+    del ddp
+    gc.collect()
+    second = DistributedDataParallel(module)  # though somebody still has the first observer
+    observer = gs.observe(second, trace=f"{folder}/1")
+    train(second)
+    observer.close()
+    kept.close()
+
+
+def test_a_model_may_be_wrapped_again_when_its_wrapper_is_gone(run: Run, tmp_path: Path) -> None:
+    run(drop_and_wrap_again, str(tmp_path))
+    assert [len(read_run(tmp_path / name).ranks[1].steps) for name in "01"] == [STEPS - 1] * 2
+
+
+def forget_everything(folder: str, how: str) -> None:
+    """Nobody closes anything, and nothing is left: no parameters, no threads."""
+    before = set(threading.enumerate())
+    ddp = wrapped()
+    if how == "hook":
+        ddp.register_comm_hook(*gs.ddp_hook(gs.Plan(), ddp))
+    else:
+        gs.observe(ddp, trace=folder if how == "traced" else None)
+    train(ddp)
+    known = [weakref.ref(param) for param in ddp.parameters()]
+    del ddp
+    gc.collect()
+    assert not any(reference() is not None for reference in known)
+    deadline = time.monotonic() + 20
+    while left := {t.name for t in set(threading.enumerate()) - before if t.name.startswith("gradsync")}:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("how", ["hook", "silent", "traced"])
+def test_what_nobody_has_any_more_is_gone(run: Run, tmp_path: Path, how: str) -> None:
+    run(forget_everything, str(tmp_path), how)
+    if how == "traced":
+        assert [trace.end and trace.end.why for trace in read_run(tmp_path).ranks.values()] == ["dropped"] * 2
+
+
+def check_hook_of_the_first_forward() -> None:
+    """As DDP itself does for optimizers that step inside of backward."""
+    ddp = wrapped()
+    lazily = ddp._lazy_init
+
+    def with_hook() -> None:
+        lazily()
+        ddp.register_comm_hook(None, fp16_compress_hook)
+
+    ddp._lazy_init = with_hook
+    observer = gs.observe(ddp)
+    train(ddp)
+    assert observer.stats()["steps"] == STEPS - 1
+    observer.close()
+
+
+def test_a_hook_that_comes_with_the_first_forward_stays(run: Run) -> None:
+    run(check_hook_of_the_first_forward)

@@ -10,6 +10,7 @@ import pytest
 from made_runs import NOISY, QUIET, made_run, write_run
 
 from gradsync.report.summary import Summary, summarize
+from gradsync.trace.flight import Entry, Moment
 from gradsync.trace.lines import Error, Health, Phase
 from gradsync.trace.reader import read_run
 
@@ -82,6 +83,12 @@ def test_whatever_is_there_gives_a_sentence(ranks: int, steps: int, source: str,
     json.dumps(summary.numbers, allow_nan=False)
 
 
+def test_a_rank_of_which_little_is_here_shares_the_suspicion() -> None:
+    run = made_run(4, 60, slow={3: {"input": 0.05}})
+    del run.ranks[3].steps[3:]
+    assert "the network or rank 3, of which few steps are here" in summarize(run).verdict
+
+
 def test_absent_ranks_are_named_and_share_the_suspicion() -> None:
     run = made_run(4, 60, slow={3: {"input": 0.05}})
     del run.ranks[3]
@@ -147,3 +154,11 @@ def test_the_verdict_names_the_cause_and_not_who_followed() -> None:
     summary = summarize(run)
     assert summary.verdict.startswith("The run broke in step 30 with ValueError.")
     assert [error.what for error in summary.errors] == ["ValueError", "PeerLost"]
+
+
+def test_of_two_causes_the_verdict_names_who_raised_first() -> None:
+    run = made_run(2, 30)
+    for rank, (what, at) in enumerate([("RuntimeError", 1009.8), ("KeyError", 1009.0)]):
+        run.ranks[rank].errors.append(Error(30, what, [], None, "it broke"))
+        run.ranks[rank].flight = [Entry(0, at, 30, Moment.FAILED, None)]
+    assert [error.what for error in summarize(run).errors] == ["KeyError", "RuntimeError"]

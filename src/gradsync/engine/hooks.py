@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import FrameType
@@ -51,23 +52,29 @@ class Listener(Protocol):
 class Hooks:
     """All hooks of one GradSync."""
 
-    def __init__(self, listener: Listener, model: torch.nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    def __init__(
+        self, listener: Listener, model: torch.nn.Module, optimizers: Iterable[Optimizer], observes: bool = False
+    ) -> None:
+        """`observes`: parameters do not keep the listener, which ends with `model`, a wrapper that they may survive."""
         self._listener = listener
-        self._handles: list[RemovableHandle] = [
+        self._observes = observes
+        self.handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(self._before_forward),
             model.register_forward_hook(self._after_forward),
         ]
         for optimizer in optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+            self.handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self.handles.append(optimizer.register_step_post_hook(self._after_step))
         self._hooked: set[int] = set()
 
     def listen(self, entries: Iterable[Entry]) -> None:
         """Hear of the gradients of those that require one."""
+        arrived = self._listener.arrived
         for entry in entries:
             if entry.param.requires_grad and entry.index not in self._hooked:
-                hook = GradientHook(self._listener.arrived, entry)
-                self._handles.append(entry.param.register_post_accumulate_grad_hook(hook))
+                hook = GradientHook(weakly(arrived) if self._observes else arrived, entry)
+                hook.observes = self._observes
+                self.handles.append(entry.param.register_post_accumulate_grad_hook(hook))
                 self._hooked.add(entry.index)
 
     def hears(self, entry: Entry) -> bool:
@@ -75,9 +82,7 @@ class Hooks:
         return entry.index in self._hooked
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        take_off(self.handles)
 
     def _before_forward(self, module: torch.nn.Module, args: object) -> None:
         # While a compiler traces the model, a hook must not leave a trace: see [Who begins a backward].
@@ -127,6 +132,8 @@ class Hooks:
 class GradientHook(partial[None]):
     """A parameter's hook, of a type of its own so that a second attach recognizes it."""
 
+    observes = False  # of an observer, not of a GradSync
+
     def __deepcopy__(self, memo: object) -> GradientHook:
         return GradientHook(_ignore)
 
@@ -147,8 +154,26 @@ class _Silent:
 
 def _silent_hooks() -> Hooks:
     hooks = Hooks.__new__(Hooks)
-    hooks._listener, hooks._handles, hooks._hooked = _Silent(), [], set()
+    hooks._listener, hooks.handles, hooks._hooked, hooks._observes = _Silent(), [], set(), False
     return hooks
+
+
+def take_off(*lists: list[RemovableHandle]) -> None:
+    """These hooks are called no more."""
+    for handles in lists:
+        while handles:
+            handles.pop().remove()
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls a method while its object is there; does not keep it."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        found = reference()
+        return None if found is None else found(*args)
+
+    return call
 
 
 def _ignore(*_: object) -> None: ...

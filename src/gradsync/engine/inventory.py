@@ -15,6 +15,8 @@ from gradsync.engine.bucket import Entry
 from gradsync.engine.hooks import GradientHook
 from gradsync.engine.replicas import BufferSite
 
+_ATTACHED = "attached already; call detach() on that GradSync"
+
 
 class Inventory(NamedTuple):
     """The parameters in order of registration, each once, and the buffers."""
@@ -161,7 +163,8 @@ def _refuse_parameter(name: str, param: torch.Tensor) -> None:
     _refuse_form(f"parameter {name}", param)
     for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
         if isinstance(hook, GradientHook):
-            raise ValueError(f"parameter {name} is attached already; call detach() on that GradSync first")
+            whose = "observed already; call close() on its observer" if hook.observes else _ATTACHED
+            raise ValueError(f"parameter {name} is {whose} first")
         raise ValueError(
             f"parameter {name} has a post-accumulate hook of its own ({hook!r}), which would see the gradient "
             "before it is averaged; remove it, and attach it after backward() or in an optimizer hook instead"

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import platform
 import sys
 import time
-from collections.abc import Collection, Iterable
+import zlib
+from collections.abc import Collection, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from gradsync.engine.bucket import Entry
 from gradsync.engine.clocks import measure_offset
+from gradsync.engine.hooks import weakly
 from gradsync.engine.links_used import LinksUsed
 from gradsync.engine.reducer import Reducer
 from gradsync.errors import PeerFault
@@ -30,6 +34,7 @@ from gradsync.transport.verdict import lost
 _ALIGN_EVERY = 1000  # synchronizations
 _WIRES_EVERY = 20
 _SENT_EVERY = 50
+_SPELT_OUT = 8  # ranks in the name of a folder
 _open: set[Path] = set()  # files of this process: two models need two
 
 
@@ -61,10 +66,12 @@ def open_tracer(
     """This rank's file and flight record in `folder`; a folder below it if another model of this process has it."""
     rank = lane.groups.ranks[lane.groups.rank]
     devices = {entry.param.device for entry in entries}
-    base, number = folder, 1
+    members = tuple(sorted(lane.groups.ranks))
+    home = folder if len(members) == dist.get_world_size() else folder / _folder_of(members)
+    base, number = home, 1
     while (base / f"rank-{rank}.jsonl").absolute() in _open:
         number += 1
-        base = folder / f"model-{number}"
+        base = home / f"model-{number}"
     _open.add((base / f"rank-{rank}.jsonl").absolute())
     now, clock = time.time(), time.perf_counter()
     parameters = [
@@ -73,6 +80,7 @@ def open_tracer(
     run = Run(
         rank, lane.groups.size, platform.node(), os.getpid(), now, clock, source, _device_name(devices), plan,
         parameters, _version(), torch.__version__, run_id,
+        members=None if members == tuple(range(len(members))) else members,
     )  # fmt: skip
     writer = Writer(base, run)
     return Tracer(writer, _flight(base / f"rank-{rank}.flight"), timer_for(devices))
@@ -90,6 +98,7 @@ class Tracing:
         self._together = together
         self._reducer: Reducer | None = None
         self._failed = False
+        self._over = False
         self._schedule: int | None = None  # of the layout that was written last
         self._layout: list[BucketPlan] = []
         self._raw_nbytes = 0  # of its gradients
@@ -99,7 +108,8 @@ class Tracing:
         if together:
             self._links.know_peers()
         self._align(lane)
-        atexit.register(self._exit)
+        self._at_exit = weakly(self._exit)
+        atexit.register(self._at_exit)
 
     def follow(self, reducer: Reducer) -> None:
         """Hear of what this one does from now on."""
@@ -174,6 +184,12 @@ class Tracing:
         """The model is detached."""
         self._close("detach")
 
+    def __del__(self) -> None:
+        """Nobody has the model any more, and nobody closed it."""
+        if not self._over:
+            with contextlib.suppress(Exception):
+                self._close("dropped")
+
     # Small things
 
     def _align(self, lane: Lane) -> None:
@@ -210,7 +226,8 @@ class Tracing:
         self._close("exception" if error is not None else "exit")
 
     def _close(self, why: str) -> None:
-        atexit.unregister(self._exit)
+        self._over = True
+        atexit.unregister(self._at_exit)
         self._write_wires()
         _open.discard(self.tracer.writer.path.absolute())
         self.tracer.close(why)
@@ -229,6 +246,20 @@ def _flight(path: Path) -> Flight | None:
         return Flight(path)
     except OSError:
         return None  # the writer has said that this folder cannot be written
+
+
+def _folder_of(members: Sequence[int]) -> str:
+    """Of ranks that train apart from the others.
+
+    >>> _folder_of([2, 3, 4]), _folder_of([1]), _folder_of([0, 2])
+    ('ranks-2-to-4', 'ranks-1', 'ranks-0-2')
+    """
+    first, last = members[0], members[-1]
+    if last - first == len(members) - 1:
+        return f"ranks-{first}" if first == last else f"ranks-{first}-to-{last}"
+    if len(members) <= _SPELT_OUT:
+        return f"ranks-{'-'.join(map(str, members))}"
+    return f"ranks-{first}-to-{last}-{zlib.crc32(repr(list(members)).encode()):08x}"
 
 
 def _device_name(devices: set[torch.device]) -> str:

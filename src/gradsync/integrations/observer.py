@@ -13,7 +13,8 @@ Note [Two callbacks]
 Note [The same bits]
     Without a communication hook DDP multiplies each gradient by 1/n while it copies it into a bucket, then adds up.
     Ours multiplies the bucket, then adds up by the same group: every element sees the same two operations. It is put
-    in with the first forward, and only if there is no other: then buckets are not seen, and everything else is.
+    in when the first backward begins (DDP itself may put one in during the first forward), and only if there is no
+    other: then buckets are not seen, and everything else is.
 """
 
 # No postponed annotations here: DDP reads those of the hook, and wants the types themselves.
@@ -33,7 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from gradsync.engine.bucket import Entry
-from gradsync.engine.hooks import Hooks, queue_callback
+from gradsync.engine.hooks import Hooks, queue_callback, take_off, weakly
 from gradsync.engine.tracing import Tracing
 from gradsync.integrations.checks import Checks
 from gradsync.policy import Guard
@@ -64,12 +65,14 @@ class Observer:
         self._in_backward = False
         self._fired = False
         self._begin_step()
-        self._hooks = Hooks(self, ddp, ())
+        self._hooks = Hooks(self, ddp, (), observes=True)
         self._hooks.listen(entries)
         self._optimizer_hooks: list[RemovableHandle] = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
+            register_optimizer_step_pre_hook(weakly(self._before_step)),
+            register_optimizer_step_post_hook(weakly(self._after_step)),
         ]
+        # DDP keeps us; its parameters may go on without it, in another wrapper.
+        weakref.finalize(ddp, take_off, self._hooks.handles, self._optimizer_hooks).atexit = False
 
     # A copy of the DDP model (an average of weights, torch.save) is not observed.
 
@@ -102,10 +105,7 @@ class Observer:
 
     def close(self) -> None:
         """Look on no more; every rank calls it. The communication hook stays, and only averages, as DDP would."""
-        self._hooks.remove()
-        for handle in self._optimizer_hooks:
-            handle.remove()
-        self._optimizer_hooks = []
+        take_off(self._hooks.handles, self._optimizer_hooks)
         if self._tracing is not None:
             self._tracing.close()
             self._tracing = None
@@ -115,8 +115,6 @@ class Observer:
     # For the hooks
 
     def before_forward(self) -> None:
-        if self._hooked is None:
-            self._put_hook_in()
         self._in_backward = False  # a backward that raised did not end
         if self._tracing is not None:
             self._tracing.border()
@@ -126,6 +124,8 @@ class Observer:
         if self._in_backward:
             return
         self._in_backward, self._fired = True, False
+        if self._hooked is None:
+            self._put_hook_in()
         ddp = self._ddp()
         self._synchronizes = ddp is not None and ddp.require_backward_grad_sync
         # Ranks that are out of data take part in sums, but in nothing of ours.
@@ -140,6 +140,8 @@ class Observer:
         self._fired = True
         if self._tracing is not None and self._tracing.tracer.each_gradient:
             self._tracing.tracer.arrived(entry.index)
+
+    # Optimizers are heard of by hooks on all of them, `_before_step` and `_after_step`: these are not called.
 
     def before_step(self, optimizer: Optimizer, closure: bool) -> None: ...
 
@@ -188,6 +190,7 @@ class Observer:
             self._tracing.optimizer_ends()
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
+        """Whether it steps this model; a group of parameters is of one model, so its first tells."""
         return any(id(param) in self._indices for group in optimizer.param_groups for param in group["params"][:1])
 
     # Buckets: see [The same bits]

@@ -73,7 +73,7 @@ class Place:
 
 def absent(run: RunTrace) -> list[int]:
     """Ranks whose files are not here."""
-    return [rank for rank in range(min(run.world_size, _MAX_WORLD)) if rank not in run.ranks]
+    return [rank for rank in run.members[:_MAX_WORLD] if rank not in run.ranks]
 
 
 def sentence(text: str) -> str:

@@ -55,7 +55,7 @@ def _first(lines: Iterable[Health]) -> Health | None:
 
 def _account(run: RunTrace, found: Health, then: str, stopped: bool) -> Account:
     kind = _KINDS[found.what]
-    ranks = [rank for rank in found.ranks if 0 <= rank < run.world_size][:_MOST_NAMED]
+    ranks = [rank for rank in found.ranks if rank in run.members][:_MOST_NAMED]
     said = sentence(found.text)
     if ranks and found.parameter is not None:
         said = f"{upper_first(listed(ranks))} {_HAD[kind]} {found.parameter} in step {found.step}: {said}"

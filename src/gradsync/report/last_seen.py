@@ -82,7 +82,7 @@ def seen_at(run: RunTrace, rank: int, until: float = math.inf) -> Seen:
         bucket=None if last is None else last.bucket,
         doing=_doing(trace, last),
         ended=trace.end.why if trace.end is not None else "detach" if _left(flight) else None,
-        error=_tamed(trace.errors[0], run.world_size) if trace.errors else None,
+        error=_tamed(trace.errors[0], run.members) if trace.errors else None,
     )
 
 
@@ -129,9 +129,9 @@ def shift_of(run: RunTrace, rank: int) -> float:
     return (trace.run.started - trace.run.clock) - (first.run.started - first.run.clock)
 
 
-def _tamed(error: Error, world_size: int) -> Error:
+def _tamed(error: Error, group: Sequence[int]) -> Error:
     """With ranks that can be, and not too many: a file may name any."""
-    return replace(error, ranks=[rank for rank in error.ranks if 0 <= rank < world_size][:_MOST_NAMED])
+    return replace(error, ranks=[rank for rank in error.ranks if rank in group][:_MOST_NAMED])
 
 
 def _of_entry(entry: Entry) -> tuple[int, float]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import TypeVar
 
 from gradsync.report import facts
 from gradsync.report.blame import Blame, find_blame
 from gradsync.report.culprits import causes_in
 from gradsync.report.findings import Fact, Warned
+from gradsync.report.last_seen import last_seen
 from gradsync.report.links import SlowLink, find_slow_links, sum_links
 from gradsync.report.overhead import measure
 from gradsync.report.said import listen
@@ -74,10 +76,15 @@ def _health(run: RunTrace) -> list[Health]:
 
 def _errors(run: RunTrace) -> list[Error]:
     """What ranks raised on their own account first: the others only followed."""
-    causes = causes_in({rank: trace.errors[0] for rank, trace in run.ranks.items() if trace.errors}).values()
-    lines = _in_order(line for trace in run.ranks.values() for line in trace.errors)
-    lines.sort(key=lambda line: not any(line is cause for cause in causes))
-    return [replace(line, what=clean(line.what), text=clean(line.text)) for line in lines[:_MOST]]
+    causes = causes_in({rank: trace.errors[0] for rank, trace in run.ranks.items() if trace.errors})
+    seen = last_seen(run)
+
+    def when(raised: tuple[int, Error]) -> tuple[bool, int, float]:
+        (rank, line), at = raised, seen[raised[0]].failed_at
+        return causes.get(rank) is not line, line.step, inf if at is None else at
+
+    lines = sorted(((rank, line) for rank, trace in run.ranks.items() for line in trace.errors), key=when)
+    return [replace(line, what=clean(line.what), text=clean(line.text)) for _, line in lines[:_MOST]]
 
 
 def _in_order(lines: Iterable[T]) -> list[T]:

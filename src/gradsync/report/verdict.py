@@ -13,6 +13,7 @@ from gradsync.trace.reader import RunTrace
 from gradsync.units import show_seconds
 
 _LITTLE = 0.02  # of the step: nobody needs to do anything
+_ENOUGH = 0.5  # of the steps of the rank that has most
 _WORTH_SAYING = 0.2  # of what synchronization costs
 
 
@@ -77,7 +78,16 @@ def _network(run: RunTrace, overhead: Overhead, links: Sequence[SlowLink]) -> st
     if links:
         to = links[0].address if links[0].peer is None else f"rank {links[0].peer}"
         return f"{name}, where the link from rank {links[0].rank} to {to} is slow"
-    return f"{name} or a rank whose file is not here" if run.missing else name
+    if run.missing:
+        return f"{name} or a rank whose file is not here"
+    short = cut_short(run)
+    return f"{name} or {listed(short)}, of which few steps are here" if short else name
+
+
+def cut_short(run: RunTrace) -> list[int]:
+    """Ranks that left so few readable steps that nobody can say how late they were."""
+    counts = {rank: len(trace.steps) for rank, trace in run.ranks.items()}
+    return [rank for rank, count in counts.items() if count < _ENOUGH * max(counts.values())]
 
 
 def _joined(parts: Sequence[tuple[float, str]]) -> list[str]:

@@ -54,8 +54,8 @@ def _files(run: RunTrace) -> Iterable[Warned]:
             f"{files} {listed(run.missing)} {them}, so nobody can say who was waited for.",
             "Copy rank-*.jsonl of all hosts into one folder, or trace into a folder that all hosts share.",
         )
-    if (others := sorted(run.folder.glob("model-*/rank-*.jsonl"))) and run.folder.name != others[0].parent.name:
-        folders = sorted({path.parent for path in others})
+    below = (path for kind in ("model", "ranks") for path in run.folder.glob(f"{kind}-*/rank-*.jsonl"))
+    if folders := sorted({path.parent for path in below}):
         named = ", ".join(printable(str(each)) for each in folders)
         yield Warned(f"This is one of {len(folders) + 1} models of the run.", f"The others' reports: {named}.")
     torn = sum(trace.num_unreadable for trace in run.ranks.values())

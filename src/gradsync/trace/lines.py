@@ -16,6 +16,7 @@ Times are seconds of the rank's monotonic clock; inside a step they are offsets 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -58,7 +59,7 @@ class Run:
 
     kind: ClassVar[str] = "run"
     rank: int
-    world_size: int
+    world_size: int  # of the group that trains together
     host: str
     pid: int
     started: float  # by the wall clock
@@ -71,6 +72,12 @@ class Run:
     torch: str = ""
     id: str = ""  # the same on all ranks of a run, and of no other
     format: int = FORMAT
+    members: tuple[int, ...] | None = None  # the ranks that train together, where they are not 0 to world_size - 1
+
+    @property
+    def group(self) -> Sequence[int]:
+        """The ranks that train together."""
+        return range(self.world_size) if self.members is None else self.members
 
 
 class BucketPlan(NamedTuple):

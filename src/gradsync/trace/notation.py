@@ -165,7 +165,15 @@ def _read_run(row: Json) -> Run:
         _int(row["rank"]), _int(row["world_size"]), _text(row["host"]), _int(row["pid"]), _float(row["started"]),
         _float(row["clock"]), _text(row["source"]), _text(row["device"]), plan, parameters,
         _text(row.get("gradsync", "")), _text(row.get("torch", "")), _text(row.get("id", "")),
+        members=_maybe(_members, row.get("members")),
     )  # fmt: skip
+
+
+def _members(value: Any) -> tuple[int, ...]:
+    members = tuple(map(_int, value))
+    if sorted({*members}) != list(members) or (members and members[0] < 0):
+        raise ValueError("members are ranks, in order")
+    return members
 
 
 def _read_layout(row: Json) -> Layout:

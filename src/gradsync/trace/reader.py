@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +22,7 @@ _MAX_FILE_NBYTES = 4 << 30
 _AT_ONCE = 1 << 20
 _HEAD_NBYTES = 512
 _MOST_RANKS = 1_000_000
+_MOST_FOLDERS = 8  # in a sentence
 
 
 @dataclass
@@ -83,9 +84,14 @@ class RunTrace:
         return max(trace.run.world_size for trace in self.ranks.values())
 
     @property
+    def members(self) -> Sequence[int]:
+        """The ranks that train together, whether their files are here or not."""
+        return max((trace.run for trace in self.ranks.values()), key=lambda run: run.world_size).group
+
+    @property
     def missing(self) -> list[int]:
         """Ranks whose file is not here: on another host, perhaps."""
-        return [rank for rank in range(self.world_size) if rank not in self.ranks]
+        return [rank for rank in self.members if rank not in self.ranks]
 
 
 def read_run(folder: Path) -> RunTrace:
@@ -112,7 +118,10 @@ class Follower:
         traces = _last_run({rank: self._traces[rank] for rank in sorted(paths) if rank in self._traces})
         refused = {rank: why for rank, why in self._refused.items() if rank in paths and rank not in traces}
         if not traces:
-            why = f"rank {min(refused)}: {refused[min(refused)]}" if refused else "no rank-0.jsonl with a header"
+            if below := sorted({path.parent for path in self._folder.glob("*/rank-*.jsonl")}):
+                named = ", ".join(map(str, below[:_MOST_FOLDERS]))
+                raise ValueError(f"{self._folder} itself holds no trace, but there are some below it: {named}")
+            why = f"rank {min(refused)}: {refused[min(refused)]}" if refused else "no rank-*.jsonl with a header"
             raise ValueError(
                 f"{self._folder} holds no trace ({why}); write one "
                 "with gs.attach(..., trace=folder), gs.observe(ddp, trace=folder) or GRADSYNC_TRACE=folder"
@@ -134,7 +143,7 @@ class Follower:
                     self._refused[rank] = str(error).partition(": {")[0]
                 continue
             trace = self._traces.get(rank)
-            if isinstance(line, Run) and line.rank == rank < line.world_size <= _MOST_RANKS:
+            if isinstance(line, Run) and line.rank == rank and _is_possible(line):
                 if trace is None or (trace.run.pid, trace.run.started) != (line.pid, line.started):
                     self._traces[rank] = RankTrace(line, num_earlier=0 if trace is None else trace.num_earlier + 1)
             elif trace is not None:
@@ -142,6 +151,10 @@ class Follower:
         if rank in self._traces:
             self._traces[rank].num_unreadable += unreadable
             self._traces[rank].flight = read_flight(path.with_name(f"rank-{rank}.flight"))
+
+
+def _is_possible(run: Run) -> bool:
+    return run.world_size <= _MOST_RANKS and run.rank in run.group and len(run.group) == run.world_size
 
 
 def _last_run(traces: dict[int, RankTrace]) -> dict[int, RankTrace]:

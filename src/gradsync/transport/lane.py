@@ -79,7 +79,9 @@ class Lane:
         self.noticed: Callable[[str, list[int]], None] = _ignore  # told of every long wait, and for whom
         self.stuck_bucket: int | None = None  # what was under way when this rank gave up
         # At exit: a collective that fails after the interpreter is gone would crash the process.
-        self._end = weakref.finalize(self, _abandon, self._under_way, groups, self._house, self._couriers, os.getpid())
+        self._end = weakref.finalize(
+            self, _abandon, self._under_way, groups, self._house, self._couriers, liveness, os.getpid()
+        )
 
     @property
     def warn_after(self) -> float:
@@ -123,8 +125,15 @@ class Lane:
             )
             return
         mine = next(host for host in self.hosts if self.groups.rank in host)
+        ours = weakref.WeakMethod(self.exchange)  # the team outlives the lane for a moment: it must not keep it
+
+        def exchange(row: bytes) -> list[bytes]:
+            found = ours()
+            assert found is not None, "a team exchanges on behalf of its lane"
+            return found(row)
+
         try:
-            self._house.append(Team(self.exchange, mine, self.groups.rank, self.liveness.pidfds(), board_nbytes))
+            self._house.append(Team(exchange, mine, self.groups.rank, self.liveness.pidfds(), board_nbytes))
         except NotEnoughMemory as error:
             self.lacks = str(error)
 
@@ -343,11 +352,19 @@ class Lane:
         return stuck, self.describe(stuck) if stuck >= 0 else what
 
 
-def _abandon(under_way: deque[Ticket], groups: Groups, house: list[Team], couriers: list[Courier], pid: int) -> None:
+def _abandon(
+    under_way: deque[Ticket],
+    groups: Groups,
+    house: list[Team],
+    couriers: list[Courier],
+    liveness: Liveness,
+    pid: int,
+) -> None:
     """End what is still under way."""
     # A forked child has the same sockets, and ends without touching them.
     if os.getpid() != pid:
         return
+    liveness.orphan()
     for team in house:
         team.abort()
     if not all(ticket.landed(0) for ticket in list(under_way)):

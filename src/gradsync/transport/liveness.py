@@ -43,6 +43,8 @@ class Liveness:
         self._page = Page.create()
         self._state = INITIAL
         self._closed = False
+        self._closing = threading.Lock()
+        self._orphaned = False
         try:
             self._peers, self._mailbox, self.hosts = meet(groups, self._page, lambda: self._state)
         except BaseException:
@@ -110,13 +112,25 @@ class Liveness:
         # In a forked child the page is still the parent's, and its lock may be held by nobody.
         if self._closed or os.getpid() != self._pid:
             return
-        atexit.unregister(self.close)
         if self._state.phase not in (Phase.FAILED, Phase.LOST_PEER):
             self.at(self._state.step, Phase.LEFT)
         self._stop.set()
         # The garbage collector may have us closed by any thread, this one too.
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
+        with self._closing:  # the thread may have done it: see `orphan`
+            if not self._closed:
+                self._finish()
+
+    def orphan(self) -> None:
+        """Nobody will close this any more: the thread does, in its time.
+
+        Called by the garbage collector, perhaps in that thread and while it holds a lock: so nothing else is done here.
+        """
+        self._orphaned = True
+
+    def _finish(self) -> None:
+        atexit.unregister(self.close)
         if self._mailbox is not None:
             self._mailbox.close()
         with self._lock:
@@ -149,6 +163,9 @@ class Liveness:
     def _beat(self) -> None:
         last = time.monotonic()
         while not self._stop.wait(_TICK_S):
+            if self._orphaned:
+                self.close()
+                return
             now = time.monotonic()
             elapsed = min(now - last, _AWAKE_S)
             last = now
