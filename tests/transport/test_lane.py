@@ -74,6 +74,8 @@ class Peers:
 
     def watch(self, waiting: bool) -> None: ...
 
+    def orphan(self) -> None: ...
+
     def pid(self, rank: int) -> int | None:
         return 100 + rank
 
