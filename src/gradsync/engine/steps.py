@@ -269,11 +269,18 @@ class Steps:
         self._finish(in_backward=False)
 
     def keep_company(self) -> None:
-        """Take part in the others' synchronization without a gradient and with weight 0."""
+        """Take part in the others' synchronization without a gradient and with weight 0.
+
+        Nothing of it stays: this rank applies no average, and its next backward must not add to one.
+        """
         self.pace.averaged()
+        self._clear_gradients()
+        self.synchronize_now(Flag.SHADOW)
+        self._clear_gradients()
+
+    def _clear_gradients(self) -> None:
         for entry in self._entries:
             entry.param.grad = None
-        self.synchronize_now(Flag.SHADOW)
 
     def expect_step(self) -> None:
         """The next `optimizer.step()` missed nothing, though no backward came before it."""

@@ -104,7 +104,7 @@ class GradSync:
 
         Inside, every step starts with a one-word vote. A rank that leaves the block shadows the others'
         synchronizations with weight 0 until all have left; then parameters, buffers and optimizer state
-        come from a rank that was active last.
+        come from a rank that was active last. What was only shadowed leaves no `.grad` behind.
         """
         self._refuse_if_detached()
         self._refuse_unless_averaging("join()", "let all ranks take equally many steps")
@@ -119,11 +119,12 @@ class GradSync:
     def _shadow(self) -> None:
         steps = self._steps
         steps.drop_if_aborted()
-        if steps.pace.backwards:
+        if steps.pace.backwards or steps.unsynchronized:
+            window = f"{steps.pace.micro_batches} micro-batches of a short last window"
             warnings.warn(
-                f"{self._lane.place()} {steps.pace.micro_batches} micro-batches of a short last window are lost; "
-                "call sync.drain() and optimizer.step() before the end of join()",
-                stacklevel=3,
+                f"{self._lane.place()} {window if steps.pace.backwards else 'the last backwards under no_sync()'} are "
+                "lost; call sync.drain() and optimizer.step() before the end of join()",
+                stacklevel=4,
             )
         if steps.active is not None:
             # It voted to be active, but no synchronization came of it: it owes the others one.
