@@ -15,6 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import gradsync as gs
 from gradsync.integrations.transformers import attach
+from gradsync.planner.automatic import Auto
 
 QUIET = {"report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False, "use_cpu": True, "save_steps": 1000}
 
@@ -26,6 +27,7 @@ def laws(folder: Path) -> dict[str, Any]:
     return {
         "tokens": compare(folder / "tokens", average_tokens_across_devices=True),
         "no tokens": compare(folder / "plain", average_tokens_across_devices=False, bf16=True),
+        "auto": compare(folder / "auto", gs.auto(allow="exact", steps=1)),
         "compressed": train_compressed(folder / "compressed"),
         "best": load_best(folder / "best"),
         "local_sgd": train_locally(folder / "local"),
@@ -60,12 +62,12 @@ def weights(trainer: Trainer) -> Weights:
     return {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
 
 
-def compare(folder: Path, **options: Any) -> dict[str, Any]:
-    """Ten micro-batches of an epoch in windows of four: the last one of each epoch is short."""
+def compare(folder: Path, plan: gs.Plan | Auto | None = None, **options: Any) -> dict[str, Any]:
+    """The model has dropout. Ten micro-batches of an epoch in windows of four: the last one of each epoch is short."""
     stock = make(folder / "stock", gradient_accumulation_steps=4, max_grad_norm=0.5, **options)
     stock.train()
     ours = make(folder / "ours", gradient_accumulation_steps=4, max_grad_norm=0.5, **options)
-    attach(ours)
+    attach(ours, plan)
     ours.train()
     logs = [[row["loss"] for row in trainer.state.log_history if "loss" in row] for trainer in (stock, ours)]
     return {

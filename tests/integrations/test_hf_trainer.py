@@ -37,9 +37,9 @@ def found(warm: ForkServerContext, tmp_path_factory: pytest.TempPathFactory) -> 
     return value
 
 
-@pytest.mark.parametrize("run", ["tokens", "no tokens"])
+@pytest.mark.parametrize("run", ["tokens", "no tokens", "auto"])
 def test_weights_and_losses_equal_those_of_the_trainers_ddp(found: dict[str, Any], run: str) -> None:
-    """With accumulation, a short last window, clipping and unequally many tokens; the second one in bf16."""
+    """With dropout, accumulation, a short last window, clipping, unequally many tokens; the second one in bf16."""
     assert found[run]["wrapped"] == ["DistributedDataParallel", "GPT2LMHeadModel"]
     stock, ours = found[run]["losses"]
     assert stock == ours

@@ -104,6 +104,27 @@ def with_sync_batchnorm() -> None:
         fit(DDPStrategy(), sync_batchnorm=True)  # PyTorch's own, on a CPU
 
 
+class Forgetful(Plain):
+    """With dropout, which draws from the global random state in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Linear(8, 33), torch.nn.Dropout(0.5), torch.nn.Linear(33, 4))
+
+
+def with_dropout() -> None:
+    stock = fit(DDPStrategy(find_unused_parameters=True), Forgetful)
+    drawn = torch.get_rng_state()
+    for plan in (gs.Plan(), gs.auto(allow="exact", steps=2)):
+        ours = fit(GradSyncStrategy(plan), Forgetful)
+        assert_equal(weights(ours), weights(stock), plan)
+        assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_with_dropout_neither_attach_nor_auto_draws_a_number(run: Run) -> None:
+    run(with_dropout, timeout=110)
+
+
 class Converted(Plain):
     """The same layers under Lightning's own strategy."""
 

@@ -80,4 +80,4 @@ def start_q(param: Param, rank: int, seed: int) -> torch.Tensor:
     torch.Size([6, 2])
     """
     generator = torch.Generator().manual_seed(number_of(param.name) ^ seed)
-    return torch.randn(matrix(param.shape)[1], rank, generator=generator)
+    return torch.randn(matrix(param.shape)[1], rank, generator=generator, dtype=torch.float32, device="cpu")

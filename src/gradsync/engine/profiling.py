@@ -24,7 +24,8 @@ def profile(
     """What a training step of this model takes, and when each gradient is ready: medians over `steps` steps.
 
     `step` runs one: forward, backward, and what else belongs to it. It is called once more than that, since the
-    first one warms up. With the optimizer its time is told apart. On a GPU nothing waits for the host.
+    first one warms up; what it does to the model stays done. With the optimizer its time is told apart. On a GPU
+    nothing waits for the host.
 
     Run it without attaching the model. Time in which others had all cores does not count.
 

@@ -85,7 +85,9 @@ def _journey(crew: Crew, compressor: Compressor, shapes: list[tuple[int, int]]) 
     for param in params:
         items.append(Item(param.name, total, param.shape, (param.shape[1], 1)))
         total += param.numel
-    gradient = torch.randn(total, generator=torch.Generator().manual_seed(0)).to(crew.device)
+    # Neither from the user's random state nor in the user's default dtype or on the default device.
+    generator = torch.Generator().manual_seed(0)
+    gradient = torch.randn(total, generator=generator, dtype=torch.float32, device="cpu").to(crew.device)
     parcel = Parcel(0, gradient.clone(), items, choice)
     if choice.feedback:
         parcel.residual = torch.zeros_like(gradient)

@@ -37,7 +37,11 @@ class Labour:
         """Every rank of the group calls this at once; `portions` make a burst, None: as many as take that long."""
         side = _SIDE[crew.device.type]
         self._crew = crew
-        self._operands = [torch.rand(side, side, device=crew.device) for _ in range(2)]
+        # A generator of its own: what the user's model draws next must not depend on whether anybody measured.
+        generator = torch.Generator(crew.device).manual_seed(0)
+        self._operands = [
+            torch.rand(side, side, generator=generator, dtype=torch.float32, device=crew.device) for _ in range(2)
+        ]
         self._out = torch.empty_like(self._operands[0])
         self.portion()
         self.portions = portions or self._calibrate()

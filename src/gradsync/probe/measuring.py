@@ -114,7 +114,7 @@ def _call_s(crew: Crew) -> float:
     """What it takes to start the sum of a bucket, and to learn that it is there."""
     team = crew.lane.team if crew.lane.one_host and crew.on_host else None
     route = NativeRoute(crew.lane) if team is None else SharedRoute(crew.lane, team)
-    flat = torch.zeros(_TINY_NUMEL, device=crew.wire)
+    flat = torch.zeros(_TINY_NUMEL, dtype=torch.float32, device=crew.wire)
     crew.meet()
     mine = [_call_once(crew, route, flat) for _ in range(_TINY_CALLS)]
     return median(median(row) for row in crew.tell(mine))

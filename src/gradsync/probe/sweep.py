@@ -75,7 +75,7 @@ class Wires:
         self._channel = crew.lane.groups.data.get(channel)
 
     def run(self, nbytes: int, times: int) -> list[float]:
-        flat = torch.zeros(nbytes // 4, device=self._crew.wire)
+        flat = torch.zeros(nbytes // 4, dtype=torch.float32, device=self._crew.wire)
         return [self._reduce(flat) for _ in range(times)]
 
     def _reduce(self, flat: torch.Tensor) -> float:
