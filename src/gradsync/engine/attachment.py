@@ -58,7 +58,8 @@ def attach(
         buffers: "broadcast": rank 0's buffers (BatchNorm statistics) go to all with every synchronization.
         ignore: Names or tensors to leave alone.
         guard: Bounds on waits, what a NaN does, and replicas that differ; see `Guard`.
-        scaler: The GradScaler of mixed precision, which `delayed(k)` must know; ranks whose scales differ are named.
+        scaler: The GradScaler of mixed precision. It then bears steps without gradients (in windows, when all ranks
+            dropped one), `delayed(k)` works with it, and ranks whose scales differ are named.
         trace: A folder: every rank writes there what each step did, for `gradsync report` and `gradsync watch`. None:
             that of the environment variable GRADSYNC_TRACE, if there is one.
     """
@@ -125,7 +126,7 @@ def attach_engine(
     listens = always or trace is not None or engine.listens or guard.nonfinite != "allow"
     steps = Steps(model, optimizers, engine, inventory.ignored, listens)
     pilot = None if auto is None else _open_pilot(auto, steps, builder, type(model).__name__)
-    sync = GradSync(optimizers, travelling, steps, pilot)
+    sync = GradSync(optimizers, travelling, steps, pilot, scaler)
     if size > 1 or trace is not None:
         _open_trace(sync, steps, trace)
     return sync

@@ -292,6 +292,8 @@ class Reducer:
             self.lane.step, schedule, weight, self.backwards, self._spot.parameter, micro_batches, flags, digest
         )
         vitals, loss_scale = self.watch.announce()
+        if flags & Flag.SHADOW:
+            loss_scale = 0.0  # its scaler stands still, and follows when join() ends
         head = head._replace(
             num_nonfinite=self._spot.num_elements, order=self._order(), vitals=vitals, loss_scale=loss_scale
         )

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from gradsync.errors import GradSyncError
@@ -121,6 +122,14 @@ def broadcast_optimizer(lane: Lane, optimizer: Optimizer, source: int) -> list[s
     return sorted(set(differing))
 
 
+def broadcast_scaler(lane: Lane, scaler: GradScaler | None, source: int) -> None:
+    """Make the loss scale that of rank `source`, where both have one; every rank calls this."""
+    mine = None if scaler is None else scaler.state_dict()
+    theirs = json.loads(_broadcast_text(lane, json.dumps(mine), source, "the loss scale"))
+    if scaler is not None and theirs and lane.groups.rank != source:
+        scaler.load_state_dict(theirs)
+
+
 def _launch_broadcast(lane: Lane, tensors: list[torch.Tensor], source: int, what: str) -> tuple[torch.Tensor, Ticket]:
     flat = torch.cat([_bytes_of(tensor) for tensor in tensors])
     data = lane.groups.data.get(flat.device.type)
@@ -150,11 +159,10 @@ def _unpack(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
             at += nbytes
 
 
-def _broadcast_text(lane: Lane, text: str, source: int) -> str:
+def _broadcast_text(lane: Lane, text: str, source: int, what: str = "the optimizer's hyper-parameters") -> str:
     data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
     length = torch.tensor([data.numel()])
     control = lane.groups.control
-    what = "the optimizer's hyper-parameters"
     lane.run(lambda: control.broadcast(length, source), what)
     received = data if lane.groups.rank == source else torch.empty(int(length), dtype=torch.uint8)
     lane.run(lambda: control.broadcast(received, source), what)

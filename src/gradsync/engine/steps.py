@@ -20,6 +20,7 @@ from gradsync.engine.census import Census
 from gradsync.engine.hooks import Hooks, queue_callback, recomputing
 from gradsync.engine.late_hooks import LateHooks
 from gradsync.engine.tracing import Tracing
+from gradsync.engine.turns import Turns
 from gradsync.engine.witness import Both, Nobody, Witness
 from gradsync.errors import BackwardAborted, GradSyncError, NonFinite, PeerFault
 from gradsync.guard.calls import Call, meet
@@ -49,8 +50,7 @@ class Steps:
         self._fired = False  # whether a gradient arrived in this backward
         self._late_hooks = LateHooks()
         self._spoiled = False  # a backward of this window raised: the window will be dropped everywhere
-        self._num_backwards = 0
-        self._seen_backwards = {id(optimizer): 0 for optimizer in optimizers}
+        self.turns = Turns(optimizers)
         self._trainable = [entry.param.requires_grad for entry in self._entries]
         self._census = Census(model, self._entries, ignored)
         self.install(engine)
@@ -141,19 +141,20 @@ class Steps:
             )
         with self.failing():
             self.pace.before_step(optimizer)
-        self._take_part(optimizer)
+        self.take_part(optimizer)
         self.witness.optimizer_begins()
 
-    def _take_part(self, optimizer: Optimizer) -> None:
-        if self._seen_backwards[id(optimizer)] == self._num_backwards:
+    def take_part(self, optimizer: Optimizer) -> None:
+        """Before a step: if no backward came since the last one, synchronize without a gradient."""
+        if self.turns.missed(optimizer):
             # No gradient arrived since the last step: the loss touched no parameter. The others wait for us.
             self.witness.border()
             self.vote_if_joining()
             self.reducer.set_aside()
-            self._num_backwards += 1
+            self.turns.backward_ended()
             self.reducer.backwards += self.pace.per_batch
             self._end_of_backwards(self.pace.per_batch, self.synchronize_now)
-        self._seen_backwards[id(optimizer)] = self._num_backwards
+        self.turns.stepped(optimizer)
 
     # The way of a backward; see [Three phases] in hooks.py
 
@@ -204,7 +205,7 @@ class Steps:
             self.pace.put_away()
             return
         self.witness.backward_ends()
-        self._num_backwards += 1
+        self.turns.backward_ended()
         self.reducer.backwards += 1
         if self.plan.overlap == "backward" and len(self.reducer.agenda.buckets) > 1:
             self._late_hooks.ends()
@@ -284,7 +285,7 @@ class Steps:
 
     def expect_step(self) -> None:
         """The next `optimizer.step()` missed nothing, though no backward came before it."""
-        self._num_backwards += 1
+        self.turns.backward_ended()
 
     def drain_pace(self) -> bool:
         """Have the pace bring to an end what is under way, backwards under no_sync() among it."""
@@ -309,7 +310,7 @@ class Steps:
         if not self._in_backward:
             return
         self._in_backward = False
-        self._num_backwards += 1
+        self.turns.backward_ended()
         fired, self._fired = self._fired, False
         if fired and not self.no_sync_depth:
             self._spoiled = True
@@ -338,6 +339,11 @@ class Steps:
         """Inside join(), every step starts with a vote."""
         if self.joining and self.active is None:
             self.active = self.vote(active=True)
+
+    @property
+    def listens(self) -> bool:
+        """Whether hooks are on; one rank alone may need none."""
+        return self._hooks is not None
 
     def close(self) -> None:
         """Take the hooks off."""

@@ -9,13 +9,15 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from gradsync import paces
 from gradsync.engine.keeper import Keeper
+from gradsync.engine.loss_scaling import Following
 from gradsync.engine.pilot import Pilot
 from gradsync.engine.reducer import Reducer
-from gradsync.engine.replicas import Buffers, broadcast_optimizer, broadcast_tensors
+from gradsync.engine.replicas import Buffers, broadcast_optimizer, broadcast_scaler, broadcast_tensors
 from gradsync.engine.steps import Steps
 from gradsync.errors import Disagreement, GradSyncError
 from gradsync.guard.calls import Call
@@ -30,13 +32,19 @@ class GradSync:
     """Keeps one model's replicas in step; see `attach`."""
 
     def __init__(
-        self, optimizers: Sequence[Optimizer], buffers: Buffers, steps: Steps, pilot: Pilot | None = None
+        self,
+        optimizers: Sequence[Optimizer],
+        buffers: Buffers,
+        steps: Steps,
+        pilot: Pilot | None = None,
+        scaler: GradScaler | None = None,
     ) -> None:
         self._optimizers = list(optimizers)
         self._buffers = buffers
         self._steps = steps
         self._pilot = pilot
         self._keeper = Keeper(steps)
+        self._scaling = Following(scaler, steps)
         self._attached = True
 
     @property
@@ -103,7 +111,7 @@ class GradSync:
         """Let ranks have unequally many batches: who is out of data keeps the others company.
 
         Inside, every step starts with a one-word vote. A rank that leaves the block shadows the others'
-        synchronizations with weight 0 until all have left; then parameters, buffers and optimizer state
+        synchronizations with weight 0 until all have left; then parameters, buffers, optimizer state and loss scale
         come from a rank that was active last. What was only shadowed leaves no `.grad` behind.
         """
         self._refuse_if_detached()
@@ -138,7 +146,7 @@ class GradSync:
         self.broadcast(max(int.from_bytes(head.digest, "little") for head in heads))
 
     def broadcast(self, source: int = 0) -> None:
-        """Make parameters, buffers and optimizer state on every rank those of member `source` of the group."""
+        """Make parameters, buffers, optimizer state and loss scale on every rank those of the group's `source`."""
         self._refuse_if_detached()
         size = self._lane.groups.size
         if isinstance(source, bool) or not isinstance(source, int) or not 0 <= source < size:
@@ -152,6 +160,7 @@ class GradSync:
             broadcast_tensors(self._lane, tensors, source, "the model's parameters")
             for optimizer in self._optimizers:
                 broadcast_optimizer(self._lane, optimizer, source)
+            broadcast_scaler(self._lane, self._scaling.scaler, source)
             self._steps.pace.reset()
 
     def data(self, batches: Iterable[T]) -> Iterator[T]:
@@ -187,7 +196,8 @@ class GradSync:
     def mid_window(self) -> bool:
         """Whether `step()` would find nothing now: a window of `accumulate(k)` is not full, or `delayed(k)` begins.
 
-        Only a GradScaler needs to be asked this: it refuses to step without gradients.
+        Ask it where a loop does something once per step of the optimizer: a scheduler, a log of the gradients' norm, a
+        GradScaler that attach was not given.
         """
         return self._steps.pace.mid_window
 
@@ -251,6 +261,7 @@ class GradSync:
         self._attached = False
         if self._steps.tracing is not None:
             self._steps.tracing.close()
+        self._scaling.close()
         self._steps.close()
         together = not self._steps.failed and self._said_goodbye()
         self._steps.pace.close(together)

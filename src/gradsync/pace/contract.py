@@ -159,6 +159,9 @@ class Pace(ABC):
     def hold(self, held: Held) -> None:  # noqa: B027
         """Go on in that window."""
 
+    def rescale(self, ratio: torch.Tensor) -> None:  # noqa: B027
+        """The loss scale was multiplied by this."""
+
     def settle(self) -> None:  # noqa: B027
         """Wait for what is under way, and keep it; start nothing."""
 

@@ -79,5 +79,9 @@ class Window(Pace):
         self.backwards = held.backwards
         self._hidden = {name: grad.clone() for name, grad in held.hidden.items()}
 
+    def rescale(self, ratio: torch.Tensor) -> None:
+        for name, grad in self._hidden.items():
+            self._hidden[name] = grad.mul_(ratio.to(grad.device, non_blocking=True))
+
     def close(self, together: bool) -> None:
         self.before_backward()
