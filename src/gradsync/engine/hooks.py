@@ -1,11 +1,5 @@
 """Where we touch autograd, modules and optimizers: hooks that call back, and can be taken off again.
 
-Note [Three phases]
-    Two GradSyncs may share one backward (a generator and a discriminator), and their end-of-backward
-    callbacks may run in another order on another rank. If the first waited before the second had launched,
-    ranks could wait for each other for ever. So the end of backward has phases, each a callback that queues
-    the next: autograd runs all callbacks of one phase before those they queued. Phase one only launches.
-
 Note [Who begins a backward]
     A gradient hook on the outputs of the root forward. Queued from a parameter's hook instead, the callback
     would fire once per segment under reentrant checkpointing; that is only the fallback, for models whose

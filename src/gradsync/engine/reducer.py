@@ -200,7 +200,7 @@ class Reducer:
         self.put_back()
         self._begin_step()
 
-    # The end of backward: see [Three phases] in hooks.py
+    # The end of backward: see [Side by side] in shared_backward.py
 
     def launch_rest(self, micro_batches: int, flags: Flag, source: int) -> None:
         """Phase one, which never waits: what has not left leaves, and the header.

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch.optim import Optimizer
@@ -19,6 +20,7 @@ from gradsync.engine.building import Engine
 from gradsync.engine.census import Census
 from gradsync.engine.hooks import Hooks, queue_callback, recomputing
 from gradsync.engine.late_hooks import LateHooks
+from gradsync.engine.shared_backward import conclude
 from gradsync.engine.tracing import Tracing
 from gradsync.engine.turns import Turns
 from gradsync.engine.witness import Both, Nobody, Witness
@@ -156,7 +158,7 @@ class Steps:
             self._end_of_backwards(self.pace.per_batch, self.synchronize_now)
         self.turns.stepped(optimizer)
 
-    # The way of a backward; see [Three phases] in hooks.py
+    # The way of a backward; see [Side by side] in shared_backward.py
 
     def _begin(self) -> None:
         self._refuse_if_failed()
@@ -212,7 +214,10 @@ class Steps:
         if self.no_sync_depth:
             self.unsynchronized = True
             return
-        self._end_of_backwards(1, self._launch)
+        if self.pace.engine_averages:
+            self._end_of_backwards(1, self._launch)
+        else:  # such a pace may wait here
+            conclude(partial(self._end_of_backwards, 1, self._launch))
 
     def _end_of_backwards(self, count: int, synchronize: Callable[[], None]) -> None:
         synchronizes = False
@@ -233,12 +238,12 @@ class Steps:
         with self.failing():
             self.reducer.watch.paused = self.joining
             self.reducer.launch_rest(self.pace.micro_batches, self._flags(), self._source())
-        queue_callback(self._settle)
+        conclude(self._settle)
 
     def _settle(self) -> None:
         with self.failing():
             self.reducer.settle_first()
-        queue_callback(self._finish)
+        self._finish()
 
     def _finish(self, in_backward: bool = True) -> None:
         counts = False

@@ -1,0 +1,112 @@
+"""The end of a backward that several GradSyncs share: each waits beside the others, none before another.
+
+Note [Side by side]
+    A rank may call the models of one backward in another order than the next rank, or leave one out (which then takes
+    part in `optimizer.step()`). What a model waits for at the end of backward the other ranks send only when theirs
+    is there: a header, then in the first step and after a change its new buckets, one exchange after the other. In
+    whatever order one thread waited for two models, another rank's could be the opposite, and both would wait for
+    ever. So nobody's wait stands behind another's: with more than one model, each has a thread.
+
+    rank 0    launch A, launch B ─┬─ wait for A ─────────────┬─ backward() returns
+                                  └─ wait for B ─┘           │
+    rank 1    launch B, launch A ─┬─ wait for B ─┐           │
+                                  └─ wait for A ─────────────┴─ backward() returns
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+
+from gradsync.engine.hooks import queue_callback
+
+Wait = Callable[[], None]
+
+
+class _Backward(threading.local):
+    """The last one on this thread whose end has begun."""
+
+    task = -1
+
+    def __init__(self) -> None:
+        self.waits: list[Wait] = []
+
+
+_last = _Backward()
+
+
+def conclude(wait: Wait) -> None:
+    """From a callback at the end of backward: run `wait` when all models have launched, beside those of the others."""
+    task = torch._C._current_graph_task_id()
+    if _last.task != task:
+        _last.task, _last.waits = task, []
+        queue_callback(partial(_run, _last.waits))
+    _last.waits.append(wait)
+
+
+def _run(waits: list[Wait]) -> None:
+    """Return when all have ended; raise what the first of them raised, if any did."""
+    others, own = waits[:-1], waits[-1]
+    if not others:
+        own()
+        return
+    here = _Here()
+    turns = [_Turn(partial(here.run, wait)) for wait in others]
+    last = _Turn(own, starts=False)
+    last.run()
+    for turn in turns:
+        turn.join()
+    for turn in (*turns, last):
+        if turn.error is not None:
+            raise turn.error
+
+
+class _Turn:
+    """One of them, on a thread of its own if it `starts`; keeps what it raised."""
+
+    def __init__(self, wait: Wait, starts: bool = True) -> None:
+        self.error: Exception | None = None
+        self._wait = wait
+        # A daemon: Ctrl-C ends the main thread's wait, and nobody then waits for this one.
+        self._thread = threading.Thread(target=self.run, name="gradsync-wait", daemon=True) if starts else None
+        if self._thread is not None:
+            self._thread.start()
+
+    def run(self) -> None:
+        try:
+            self._wait()
+        except Exception as error:
+            self.error = error
+
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+
+class _Here:
+    """What a thread has of its own in torch, to be the same on another: whether gradients are made, and streams."""
+
+    def __init__(self) -> None:
+        self._makes_gradients = torch.is_grad_enabled()
+        self._streams: Sequence[torch.cuda.Stream] = []
+        if torch.cuda.is_initialized():
+            current = torch.cuda.current_device()
+            has_context = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]
+            used = filter(has_context, range(torch.cuda.device_count()))
+            others = [number for number in used if number != current]
+            self._streams = [torch.cuda.current_stream(number) for number in (*others, current)]
+
+    def run(self, wait: Wait) -> None:
+        with self._on_streams(), torch.set_grad_enabled(self._makes_gradients):
+            wait()
+
+    @contextmanager
+    def _on_streams(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for stream in self._streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
