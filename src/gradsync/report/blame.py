@@ -24,7 +24,7 @@ from typing import NamedTuple
 from gradsync.report.lateness import PARTS, blamed, low_median, own_parts, own_s
 from gradsync.report.overhead import Overhead
 from gradsync.report.table import Table
-from gradsync.report.wording import ADVICE, WHERE, host_of, who
+from gradsync.report.wording import advice, host_of, where, who
 from gradsync.trace.lines import Step
 from gradsync.trace.reader import RunTrace
 from gradsync.units import show_seconds
@@ -162,13 +162,15 @@ def _blame(run: RunTrace, rank: int, rows: Sequence[Row], windows: Sequence[Row]
     own = {name: _trimmed([row[rank][name] for row in rows]) for name in PARTS}
     usual = {name: _trimmed([_usual(row, rank, name) for row in rows]) for name in PARTS}
     phase, late_s = blamed(own, usual), median(late)
+    exact = any(step.exact_input for step in run.ranks[rank].steps[-1:])
     text = (
         f"{who(run, rank)} is late in {len(late)} of the last {len(rows)} steps, by {show_seconds(late_s)}, "
-        f"{WHERE[phase]}"
+        f"{where(phase, exact)}"
     )
     score = median(_score(row, rank) for row in windows)
     share = overhead.charged_s.get(rank, 0.0) / overhead.step_s
-    return Blame(rank, host_of(run, rank), phase, len(late), len(rows), late_s, score, share, text, ADVICE[phase])
+    todo = advice(phase, exact, run.ranks[rank].run.source)
+    return Blame(rank, host_of(run, rank), phase, len(late), len(rows), late_s, score, share, text, todo)
 
 
 def _trimmed(values: Sequence[float]) -> float:

@@ -11,6 +11,7 @@ from gradsync.report.findings import Warned
 from gradsync.report.links import Link
 from gradsync.report.overhead import Overhead
 from gradsync.report.said import Said
+from gradsync.report.seldom import warn_of_times
 from gradsync.report.table import Table
 from gradsync.report.wording import listed, printable, show_share
 from gradsync.trace.flight import Moment
@@ -26,7 +27,6 @@ _NEAR = 0.9  # of a bound
 _OFF = 0.25  # of a prediction
 _LOST = 1e-3  # of segments
 _SEGMENT_NBYTES = 1448
-_LONG = 3.0  # times the usual step
 
 
 def warn(run: RunTrace, table: Table, overhead: Overhead | None, said: Said, links: Sequence[Link]) -> list[Warned]:
@@ -35,8 +35,9 @@ def warn(run: RunTrace, table: Table, overhead: Overhead | None, said: Said, lin
     if overhead is not None:
         found += [
             *_short(run, overhead), *_overlap(run, overhead), *_held_up(table), *_buckets(run, overhead),
-            *_compression(overhead), *_prediction(overhead, said), *_long_steps(table, overhead),
+            *_compression(overhead), *_prediction(overhead, said),
         ]  # fmt: skip
+        found += warn_of_times(table, overhead)
     return [*found, *_audit(said), *_staleness(said), *_retransmits(links)]
 
 
@@ -199,18 +200,4 @@ def _prediction(overhead: Overhead, said: Said) -> Iterable[Warned]:
         yield Warned(
             f"A step takes {show_seconds(overhead.step_s)}, and {show_seconds(predicted)} were predicted.",
             "Something changed since it was measured, or nothing was: run gradsync probe, or gs.auto() anew.",
-        )
-
-
-def _long_steps(table: Table, overhead: Overhead) -> Iterable[Warned]:
-    """A tenth of the run in few steps: no usual step shows them, and no rank is late in half of all."""
-    steps = table.judged()
-    lengths = [median(cell.step_s for cell in table.rows[step].values()) for step in steps]
-    long = [length - overhead.step_s for length in lengths if length > _LONG * overhead.step_s]
-    if not overhead.seldom and len(steps) >= FEWEST and sum(long) > 0.1 * sum(lengths):
-        yield Warned(
-            f"{len(long)} of {len(steps)} steps take more than {_LONG:.0f} times as long as usual, "
-            f"{show_share(sum(long) / sum(lengths))} of all time.",
-            "Numbers here are of usual steps; look at these in the page's heat map or with --perfetto: checkpoints, "
-            "evaluation and garbage collection are what it mostly is.",
         )

@@ -28,7 +28,7 @@ NOUNS = {
     COMPUTATION: "computation",
 }
 ADVICE = {
-    "input": "Give its loader more workers, prefetch, or move its data closer; sync.data(loader) times it exactly.",
+    "input": "Give its loader more workers, prefetch, or move its data closer.",
     "forward": "Look at what its forward pass does that others do not: longer sequences, logging, evaluation.",
     "backward": "Look at what its backward pass does that others do not: longer sequences, hooks, recomputation.",
     "optimizer": "Look at what its optimizer step does that others do not: clipping, moving averages, checkpoints.",
@@ -36,6 +36,21 @@ ADVICE = {
     "other": "Look at what it does between the steps that others do not: logging, checkpoints, evaluation.",
     COMPUTATION: "Look for other processes, fewer cores, a lower clock or a hot GPU on that host; compare batch sizes.",
 }
+
+BEFORE_FORWARD = "in its input, or what else comes between its optimizer and its forward pass"
+
+
+def where(phase: str, exact_input: bool) -> str:
+    """Where a rank takes its time. Input that nobody timed by itself is all that comes before forward."""
+    return BEFORE_FORWARD if phase == "input" and not exact_input else WHERE[phase]
+
+
+def advice(phase: str, exact_input: bool, source: str) -> str:
+    """What to do about it, for whoever synchronizes."""
+    if phase != "input" or exact_input:
+        return ADVICE[phase]
+    timed = "observer.data(loader) of gs.observe" if source == "ddp" else "sync.data(loader)"
+    return f"{ADVICE[phase]} Logging or validation there counts as input too: {timed} tells them apart."
 
 
 def printable(text: str) -> str:

@@ -6,7 +6,7 @@
                 └ or, where the loader is ours, exactly from next() to its return
 
 What comes between (logging, zero_grad) is no phase. Of some steps every bucket and gradient is kept: the first, later
-one in ten.
+one of each ten (`detail`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from gradsync.trace.detail import FIRST, is_detailed, is_rare
 from gradsync.trace.flight import Flight
 from gradsync.trace.flight import Moment as Flown
 from gradsync.trace.lines import BucketTimes, End, Error, Health, Line, Phase, Stats, Step, Value
@@ -25,8 +26,6 @@ from gradsync.trace.tally import Span
 from gradsync.trace.timers import HostTimer, Moment, Timer
 from gradsync.trace.writer import Writer
 
-_DETAILED = 50  # steps at the beginning
-_ONE_IN = 10
 _STATS_FIRST, _STATS_EVERY = 50, 500
 _AT_ONCE = 32  # steps: to write them together costs a third of writing each
 _FLUSH_S = 0.5  # but no later: live views wait for them, and a rank that is killed takes them with it
@@ -95,9 +94,9 @@ class Tracer:
         self._forward_at: Moment | None = None
         self._backward_at: Moment | None = None
         self._optimizer_at: Moment | None = None
-        self.detailed = self.count < _DETAILED or self.count % _ONE_IN == 0
+        self.detailed = self.count < FIRST or is_detailed(self.step)
         # An event costs some microseconds, and a model may have thousands of gradients.
-        self.each_gradient = self.detailed and (self._cheap or self.count % (_ONE_IN * _ONE_IN) == 0)
+        self.each_gradient = self.detailed and (self._cheap or self.count == 0 or is_rare(self.step))
 
     def detail(self) -> Moment | None:
         """Now, on a detailed step."""
@@ -205,6 +204,11 @@ class Tracer:
         if self.count == _STATS_FIRST or self.count % _STATS_EVERY == 0:
             self.writer.write(Stats(step, self.stats()))
         self._begin(end)
+
+    def continue_at(self, step: int) -> None:
+        """A state was loaded: this is the synchronization under way now."""
+        self.step = step
+        self._begin(self.timer.now())
 
     # What is written as it is
 

@@ -12,9 +12,11 @@ from typing import NamedTuple
 
 from gradsync.report.lateness import Late
 from gradsync.report.pictures import svg
-from gradsync.report.pictures.sampling import bins, quantile, round_up
+from gradsync.report.pictures.sampling import bins, round_up
 from gradsync.report.pictures.words import shown
 from gradsync.report.table import Table
+from gradsync.report.usual import Usual, usual_step
+from gradsync.report.wording import show_share
 from gradsync.trace.lines import BucketTimes, Step
 from gradsync.units import show_nbytes, show_seconds
 
@@ -26,7 +28,6 @@ _LETTER = 7  # of a label, about
 
 _MOST_RANKS, _MOST_BARS, _MOST_LANES = 8, 48, 4
 _MOST_PHASES = 64  # a step has five; a hostile file may say more
-_RECENT = 10  # detailed steps among which the usual one is looked for
 
 
 class Travel(NamedTuple):
@@ -40,9 +41,10 @@ class Travel(NamedTuple):
 
 def draw_timeline(table: Table, late: dict[tuple[int, int], Late]) -> str:
     """The figure with its key and caption; empty if no step can be drawn."""
-    step = usual_step(table)
-    if step is None:
+    usual = usual_step(table)
+    if usual is None:
         return ""
+    step = usual.step
     cells = {rank: cell for rank in table.ranks if (cell := table.cell(step, rank)) is not None}
     lateness = {rank: late[step, rank].late_s for rank in cells if (step, rank) in late}
     ranks = _telling(list(cells), lateness)
@@ -57,27 +59,8 @@ def draw_timeline(table: Table, late: dict[tuple[int, int], Late]) -> str:
         y += _COMPUTE + _LANE * len(rows) + _GAP
     label = f"Timeline of step {step}: computation and communication of {len(ranks)} ranks"
     drawing = svg.picture("timeline", y + 22, [*parts, *_axis(y, until_s)], label)
-    return f"{drawing}{_key(any(cells[rank].buckets for rank in ranks))}<p>{_caption(step, ranks, cells)}</p>"
-
-
-def usual_step(table: Table) -> int | None:
-    """The step to show: of the latest with buckets on most ranks, the one of the most usual length."""
-    lengths: dict[int, float] = {}
-    plain: dict[int, float] = {}
-    for step in reversed(table.steps):
-        cells = [cell for rank in table.ranks if (cell := table.cell(step, rank)) is not None and cell.phases]
-        if 2 * len(cells) >= len(table.ranks) and cells:
-            length = max(_length(cell) for cell in cells)
-            plain[step] = length
-            if 2 * sum(cell.buckets is not None for cell in cells) >= len(cells):
-                lengths[step] = length
-        if len(lengths) >= _RECENT or (len(plain) >= 20 * _RECENT and not lengths):
-            break
-    found = lengths or plain
-    if len(found) > 2:  # the first step is unlike the others
-        found.pop(table.steps[0], None)
-    usual = quantile(found.values(), 0.5)
-    return min(found, key=lambda step: (abs(found[step] - usual), -step)) if found else None
+    shown_cells = [cells[rank] for rank in ranks]
+    return f"{drawing}{_key(shown_cells)}<p>{_caption(usual, ranks, cells)}</p>"
 
 
 def _telling(ranks: list[int], lateness: dict[int, float]) -> list[int]:
@@ -166,15 +149,17 @@ def _axis(y: float, until_s: float) -> Iterator[str]:
             yield svg.text("pale x", x, y + 13, show_seconds(part * tick) if part else "0")
 
 
-def _key(with_buckets: bool) -> str:
+def _key(cells: Sequence[Step]) -> str:
     entries = [(name, name) for name in PHASES[:-1]] + [("wait", "waits: nothing left to compute")]
-    if with_buckets:
+    if not any(cell.exact_input for cell in cells):
+        entries[1] = ("input", "input, or whatever else comes before forward")
+    if any(cell.buckets for cell in cells):
         entries += [("wire", "bucket under way, hidden"), ("exposed", "bucket under way, exposed")]
     return svg.key(*entries)
 
 
-def _caption(step: int, ranks: Sequence[int], cells: dict[int, Step]) -> str:
-    said = f"Step {step}, as long as most. Time 0 is the end of the synchronization before it."
+def _caption(usual: Usual, ranks: Sequence[int], cells: dict[int, Step]) -> str:
+    said = f"{_which(usual)} Time 0 is the end of the synchronization before it."
     if len(ranks) < len(cells):
         said += f" Of {len(cells)} ranks these {len(ranks)} are shown: rank {ranks[0]}, and those that were latest."
     most = max(len(cells[rank].buckets or ()) for rank in ranks)
@@ -182,6 +167,27 @@ def _caption(step: int, ranks: Sequence[int], cells: dict[int, Step]) -> str:
         said += f" The {most} buckets of a rank are drawn in groups of {-(-most // _MOST_BARS)}."
     if not most:
         said += " Buckets were not recorded in it."
+    return said
+
+
+def _which(usual: Usual) -> str:
+    """Which step it is, and how usual."""
+    said = f"Step {usual.step} took {show_seconds(usual.step_s)}"
+    if usual.num_steps < 2:
+        return f"{said}."
+    said += (
+        f"; the median of the last {usual.num_steps} steps is {show_seconds(usual.median_s)}, and "
+        f"{show_share(usual.shorter)} of them were shorter."
+    )
+    if usual.detailed:
+        recorded = "one of them was" if usual.num_detailed == 1 else f"{usual.num_detailed} of them were"
+        return f"{said} Of those recorded bucket by bucket ({recorded}) it is the nearest to the median."
+    if usual.nearest_detailed is not None:
+        step, step_s = usual.nearest_detailed
+        said += (
+            f" None of the {usual.num_detailed} recorded bucket by bucket was as long as most: the nearest is step "
+            f"{step} with {show_seconds(step_s)}."
+        )
     return said
 
 
