@@ -14,10 +14,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from autos import Training, choosing, cluster, off, overhearing
 from torch import nn
 
 import gradsync as gs
 from gradsync.engine.clocks import Offset, estimate
+from gradsync.trace.flight import Moment, read_flight
 from gradsync.trace.reader import RankTrace, read_run
 from gradsync.transport.hosts import declare_host
 
@@ -263,3 +265,101 @@ def check_spans() -> list[str]:
 def test_the_profiler_shows_our_spans_by_name(run: Run) -> None:
     for names in run(check_spans):
         assert {"gradsync: launch bucket 0", "gradsync: wait bucket 0", "gradsync: wait for the header"} <= {*names}
+
+
+WIDTH = 256
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def as_hosts(train: Callable[[], None]) -> None:
+    """Each rank takes itself for a host of its own: what it sends goes over a network."""
+    declare_host("ab"[dist.get_rank()])
+    try:
+        train()
+    finally:
+        declare_host(None)
+
+
+def check_switches(folder: str) -> None:
+    def train() -> None:
+        plans = (gs.Plan(compress=gs.bf16(), bucket_bytes=1 << 18), gs.Plan(bucket_bytes=1 << 16))
+        with choosing(*plans), off(True), overhearing():
+            auto = gs.auto(cluster=cluster(), steps=2, recheck_every=30)
+            run = Training(auto, wide_mlp, trace=folder)
+            run.train(range(70))
+            run.sync.detach()
+
+    as_hosts(train)
+
+
+def wide_mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+def test_what_is_sent_is_right_in_every_step_of_a_run_that_switches(run: Run, tmp_path: Path) -> None:
+    """Profiling, the first choice, profiling again, the second; the first synchronization of all is exact."""
+    run(check_switches, str(tmp_path))
+    for trace in read_run(tmp_path).ranks.values():
+        raw = sum(4 * torch.Size(shape).numel() for _, shape, _ in trace.run.parameters)
+        halved = range(trace.choices[0].step, trace.choices[0].step + 30)
+        assert [choice.step for choice in trace.choices] == [3, 36]
+        assert len(trace.steps) == 70
+        for step in trace.steps:
+            expected = raw // 2 if step.step in halved else raw
+            assert (step.nbytes, step.sent_nbytes, step.raw_nbytes) == (expected, expected, raw), step.step
+        # Since when which buckets; the links are still looked at.
+        assert [(layout.step, layout.buckets[0].compressor) for layout in trace.layouts][:2] == [(0, None), (3, "bf16")]
+        assert {layout.step for layout in trace.layouts} >= {0, 3, 33, 36}
+        assert {wire.peer for line in trace.wires if line.step >= 36 for wire in line.wires} == {1 - trace.run.rank}
+
+
+def check_warmup(folder: str) -> None:
+    def train() -> None:
+        model = wide()
+        plan = gs.Plan(compress=gs.warmup(gs.bf16(), steps=4))
+        sync = gs.attach(model, torch.optim.SGD(model.parameters(), 0.01), plan, trace=folder)
+        for step in range(10):
+            if step == 7:
+                for param in model[0].parameters():
+                    param.requires_grad_(False)
+            model(torch.full((2, WIDTH), 1.0 + dist.get_rank())).square().mean().backward()
+        sync.detach()
+
+    as_hosts(train)
+
+
+def test_what_is_sent_follows_a_warm_up_and_frozen_layers_at_once(run: Run, tmp_path: Path) -> None:
+    run(check_warmup, str(tmp_path))
+    layer = 4 * (WIDTH * WIDTH + WIDTH)
+    for trace in read_run(tmp_path).ranks.values():
+        told = [(step.sent_nbytes, step.raw_nbytes) for step in trace.steps]
+        # Frozen is what no rank trains in its header: the step in which it is heard still carries zeros.
+        assert told == 4 * [(2 * layer, 2 * layer)] + 4 * [(layer, 2 * layer)] + 2 * [(layer // 2, layer)]
+        assert [layout.step for layout in trace.layouts] == [0, 8]
+
+
+def check_resume(folder: str) -> None:
+    state: dict[str, torch.Tensor] = {}
+    for part in (1, 2):
+        model = nn.Linear(4, 4)
+        sync = gs.attach(model, torch.optim.SGD(model.parameters(), 0.01), trace=folder)
+        if state:
+            sync.load_state_dict(state)
+        for step in range(5):
+            loss = model(torch.full((2, 4), 1.0 + dist.get_rank())).sum()
+            last = read_flight(Path(folder) / f"rank-{dist.get_rank()}.flight")[-1]
+            assert (last.moment, last.step) == (Moment.FORWARD, 5 * (part - 1) + step)
+            loss.backward()
+        state = sync.state_dict()
+        sync.detach()
+
+
+def test_a_resumed_run_counts_on_from_its_first_step(run: Run, tmp_path: Path) -> None:
+    """Before it had ended one, its flight record and its errors spoke of step 0."""
+    run(check_resume, str(tmp_path))
+    for trace in read_run(tmp_path).ranks.values():
+        assert [step.step for step in trace.steps] == [5, 6, 7, 8, 9]
+        assert trace.num_earlier == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ from made_runs import NOISY, QUIET, made_run, write_run
 
 from gradsync.report.summary import Summary, summarize
 from gradsync.trace.flight import Entry, Moment
-from gradsync.trace.lines import Error, Health, Phase
-from gradsync.trace.reader import read_run
+from gradsync.trace.lines import Choice, Error, Health, Phase
+from gradsync.trace.reader import RunTrace, read_run
 
 LOST = Error(14, "PeerLost", [1], 0, "rank 1 is gone\nfor good")
 
@@ -162,3 +163,51 @@ def test_of_two_causes_the_verdict_names_who_raised_first() -> None:
         run.ranks[rank].errors.append(Error(30, what, [], None, "it broke"))
         run.ranks[rank].flight = [Entry(0, at, 30, Moment.FAILED, None)]
     assert [error.what for error in summarize(run).errors] == ["KeyError", "RuntimeError"]
+
+
+def switched(run: RunTrace, at: int, predicted_step_s: float = 0.044) -> RunTrace:
+    """As if `gs.auto()` had switched there to a plan that sends a tenth; before, steps took thrice as long."""
+    for trace in run.ranks.values():
+        trace.stats.clear()  # they come now and then, and none since
+        trace.choices.append(Choice(at, {}, predicted_step_s, 1e9))
+        trace.steps = [
+            replace(step, sent_nbytes=step.sent_nbytes // 10)
+            if step.step >= at
+            else replace(step, step_s=3 * step.step_s, exposed_s=step.exposed_s + 2 * step.step_s)
+            for step in trace.steps
+        ]
+    return run
+
+
+def test_a_run_that_switched_is_judged_since_then_and_its_prediction_too() -> None:
+    before, after = summarize(made_run(2, 60)), summarize(switched(made_run(2, 60), 31))
+    assert after.numbers["step_s"] == pytest.approx(before.numbers["step_s"], rel=0.05)
+    assert after.numbers["sent_nbytes"] == pytest.approx(before.numbers["sent_nbytes"] / 10, rel=0.01)
+    assert after.numbers["steps"] == 60
+    assert after.facts[0].meaning == "the middle half of 29 steps, on the average, since gs.auto() chose"
+    assert after.numbers["predicted_step_s"] == 0.044  # of the choice, though no stats told it yet
+    assert abs(float(after.numbers["prediction_error"] or 1.0)) < 0.1
+
+
+def test_a_plan_that_hardly_ran_is_not_compared_with_its_prediction() -> None:
+    summary = summarize(switched(made_run(2, 60), 55))
+    assert "predicted_step_s" not in [name for name, value in summary.numbers.items() if value is not None]
+    assert "since" not in summary.facts[0].meaning
+
+
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_no_share_of_a_link_is_above_the_whole(hosts: int) -> None:
+    run = made_run(4, 60, hosts=hosts, stats={"link_bandwidth": 1e7})
+    summary = summarize(run)
+    assert summary.numbers["link_use"] is None
+    [fact] = [fact for fact in summary.facts if fact.name == "bus bandwidth"]
+    assert "%" not in fact.meaning
+    assert "the probe found 10 MB/s between hosts" in fact.meaning
+    assert ("inside of a host" in fact.meaning) == (hosts == 2)  # two ranks on each
+    assert fact.meaning.endswith("gives more by now")
+
+
+def test_a_share_of_a_link_is_told_where_it_can_be() -> None:
+    run = made_run(2, 60, stats={"link_bandwidth": 2e9})
+    [fact] = [fact for fact in summarize(run).facts if fact.name == "bus bandwidth"]
+    assert "% of the 2 GB/s that the probe found" in fact.meaning

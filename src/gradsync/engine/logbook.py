@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from gradsync.engine.agenda import Agenda
 from gradsync.engine.bucket import Bucket
+from gradsync.exchange.shipping import Shipping
+from gradsync.trace.lines import BucketPlan, Layout
 from gradsync.trace.spans import span
 from gradsync.trace.timers import Moment
 from gradsync.trace.tracer import Tracer, Trip
@@ -19,7 +22,11 @@ class Logbook:
         self.closed = False  # whether it came to its end
         self.trips: list[Trip] = []
         self.header_at: tuple[Moment, Moment] | None = None
+        self.sent_nbytes = 0  # put on a network
+        self.raw_nbytes = 0  # before compression
+        self.layout: Layout | None = None  # in which it went, since when
         self._trips: list[Trip] = []  # of the one under way
+        self._schedule: int | None = None  # of the layout
 
     def begin(self) -> None:
         """The next synchronization."""
@@ -66,6 +73,19 @@ class Logbook:
         if self.tracer is not None and self.header_at is not None:
             self.header_at = (self.header_at[0], self.tracer.timer.now())
 
-    def close(self) -> None:
-        """All buckets are back."""
+    def close(self, agenda: Agenda, shipping: Shipping, step: int) -> None:
+        """All buckets are back. What went is noted now: for the next synchronization they may be others."""
         self.trips = self._trips
+        if self.tracer is None:
+            return
+        parcels = [bucket.parcel for bucket in agenda.buckets]
+        self.sent_nbytes = round(sum([shipping.sent_nbytes(parcel, step) for parcel in parcels]))
+        if agenda.schedule != self._schedule:
+            self._schedule = agenda.schedule
+            self.raw_nbytes = sum(parcel.raw_nbytes for parcel in parcels)
+            self.layout = Layout(step, [_plan(bucket) for bucket in agenda.buckets])
+
+
+def _plan(bucket: Bucket) -> BucketPlan:
+    label = bucket.choice.label if bucket.choice.codec else None
+    return BucketPlan(bucket.index, [entry.index for entry in bucket.entries], bucket.nbytes, label)

@@ -358,7 +358,7 @@ class Reducer:
     def _close_record(self) -> None:
         spans = [(t.launched_at, t.finished_at) for t in self._tickets if t.finished_at]
         nbytes = sum(ticket.nbytes for ticket in self._tickets)
-        self.logbook.close()
+        self.logbook.close(self.agenda, self.shipping, self.lane.step)
         self.recorder.finish_step(self.lane.step, spans, nbytes, len(self._tickets), self._held_up_by)
 
     def _leaving(self) -> list[Bucket]:

@@ -253,6 +253,8 @@ class GradSync:
         self._keeper.load(state or {})
         if self._pilot is not None:
             self._pilot.follow_step()
+        if self._steps.tracing is not None and self._steps.pace.engine_averages:
+            self._steps.tracing.continue_at(self._lane.step)
 
     def detach(self) -> None:
         """Take everything off again: hooks, groups, threads. Gradients stay as they are."""

@@ -33,7 +33,6 @@ from gradsync.transport.verdict import lost
 
 _ALIGN_EVERY = 1000  # synchronizations
 _WIRES_EVERY = 20
-_SENT_EVERY = 50
 _SPELT_OUT = 8  # ranks in the name of a folder
 _open: set[Path] = set()  # files of this process: two models need two
 
@@ -99,11 +98,8 @@ class Tracing:
         self._reducer: Reducer | None = None
         self._failed = False
         self._over = False
-        self._schedule: int | None = None  # of the layout that was written last
-        self._layout: list[BucketPlan] = []
-        self._raw_nbytes = 0  # of its gradients
+        self._layout: list[BucketPlan] = []  # that was written last
         self._aligned_at = -_ALIGN_EVERY
-        self._sent = (-_SENT_EVERY, 0)
         self._links = LinksUsed(lane, lane.groups.wires if wires is None else wires)
         if together:
             self._links.know_peers()
@@ -112,13 +108,19 @@ class Tracing:
         atexit.register(self._at_exit)
 
     def follow(self, reducer: Reducer) -> None:
-        """Hear of what this one does from now on."""
+        """Hear of what this one does from now on; every rank calls this at once."""
+        if reducer.lane is not self._lane:
+            self._change_links(reducer.lane)
         self._reducer, self._lane = reducer, reducer.lane
         reducer.logbook.tracer = self.tracer
         reducer.recorder.told = self.tracer.waited
         reducer.findings.noted = self.tracer.health
         reducer.lane.noticed = self._noticed
-        self._schedule = None
+
+    def continue_at(self, step: int) -> None:
+        """A state was loaded: the count of synchronizations goes on there."""
+        if self._reducer is not None:
+            self.tracer.continue_at(step)
 
     # As a witness
 
@@ -141,17 +143,11 @@ class Tracing:
         reducer = self._reducer
         if reducer is None or not reducer.logbook.closed:
             return  # it failed: the error has its own line
-        if reducer.agenda.schedule != self._schedule:
-            self._schedule = reducer.agenda.schedule
-            self.write_layout(_layout(reducer))
-            self._raw_nbytes = sum(bucket.parcel.raw_nbytes for bucket in reducer.agenda.buckets)
+        book = reducer.logbook
+        if book.layout is not None:
+            self.write_layout(book.layout)
         self.tracer.over(
-            reducer.lane.step - 1,
-            not reducer.dropped,
-            reducer.logbook.trips,
-            reducer.logbook.header_at,
-            self._sent_nbytes(reducer),
-            self._raw_nbytes,
+            reducer.lane.step - 1, not reducer.dropped, book.trips, book.header_at, book.sent_nbytes, book.raw_nbytes
         )
         self._look_at_wires()
 
@@ -165,7 +161,7 @@ class Tracing:
 
     def write_layout(self, layout: Layout) -> None:
         """These are the buckets from now on, if they were not before."""
-        if layout.buckets != self._layout:
+        if layout.buckets is not self._layout and layout.buckets != self._layout:
             self._layout = layout.buckets
             self.tracer.write(layout)
 
@@ -192,19 +188,18 @@ class Tracing:
 
     # Small things
 
+    def _change_links(self, lane: Lane) -> None:
+        """Another plan has groups of its own, and so other connections."""
+        self._write_wires()
+        self._links = LinksUsed(lane, lane.groups.wires)
+        if self._together:
+            self._links.know_peers()
+
     def _align(self, lane: Lane) -> None:
         self._aligned_at = lane.step
         if self._together:
             offset = measure_offset(lane)
             self.tracer.write(Clock(lane.step, offset.offset_s, offset.error_s))
-
-    def _sent_nbytes(self, reducer: Reducer) -> int:
-        """What a step puts on a network; looked up now and then, since it changes seldom."""
-        looked_at, nbytes = self._sent
-        if self.tracer.count >= looked_at + _SENT_EVERY or self.tracer.count < 3:
-            nbytes = reducer.shipping.wire()[0]
-            self._sent = (self.tracer.count, nbytes)
-        return nbytes
 
     def _look_at_wires(self) -> None:
         if self.tracer.count % _WIRES_EVERY == 0:
@@ -231,14 +226,6 @@ class Tracing:
         self._write_wires()
         _open.discard(self.tracer.writer.path.absolute())
         self.tracer.close(why)
-
-
-def _layout(reducer: Reducer) -> Layout:
-    buckets = [
-        BucketPlan(b.index, [e.index for e in b.entries], b.nbytes, b.choice.label if b.choice.codec else None)
-        for b in reducer.agenda.buckets
-    ]
-    return Layout(reducer.lane.step, buckets)
 
 
 def _flight(path: Path) -> Flight | None:

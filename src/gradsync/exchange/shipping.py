@@ -66,6 +66,7 @@ class Shipping:
         self._compress = plan.compress if lane.groups.size > 1 or even_alone else None
         self._audit_every = plan.audit_every
         self._routes: dict[int, Route] = {}
+        self._sent_plainly: dict[int, float] = {}  # bytes on a network, by bucket, while nothing is done to it
         self._everybody = Everybody(lane, exact)
         if self._compress is None:
             return
@@ -92,6 +93,7 @@ class Shipping:
     def add(self, parcels: list[Parcel], compress: bool = True) -> None:
         """These buckets travel too from now on, and begin with what waits for them; every rank calls this at once."""
         self.parcels = self.parcels + parcels
+        self._sent_plainly = {}
         # What holds nothing has nothing to compress.
         travelling = [p for p in parcels if compress and p.choice.codec is not None and p.flat.numel()]
         for parcel in travelling:
@@ -159,6 +161,16 @@ class Shipping:
         """The bytes that this rank sends over a network for these buckets, or all; and by which algorithms or ways."""
         routes = [self._route_now(parcel) for parcel in (self.parcels if parcels is None else parcels)]
         return round(sum(route.sent_nbytes for route in routes)), "+".join(sorted({route.way for route in routes}))
+
+    def sent_nbytes(self, parcel: Parcel, step: int) -> float:
+        """The bytes of this bucket that this rank puts on a network in that step; asked in every one."""
+        route = self._routes.get(parcel.index)
+        if route is not None and step >= parcel.choice.exact_steps:
+            return route.sent_nbytes
+        known = self._sent_plainly.get(parcel.index)
+        if known is None:
+            known = self._sent_plainly[parcel.index] = Plain(parcel, self._everybody).sent_nbytes
+        return known
 
     def _route_now(self, parcel: Parcel) -> Route:
         route = self._routes.get(parcel.index)

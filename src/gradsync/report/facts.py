@@ -16,6 +16,8 @@ from gradsync.trace.lines import Value
 from gradsync.trace.reader import RunTrace
 from gradsync.units import show_nbytes, show_rate, show_seconds
 
+_WHOLE = 1.05  # of a link's bandwidth: a little more is the error of the measurement
+
 
 def count(
     run: RunTrace,
@@ -72,6 +74,7 @@ def _num_parameters(run: RunTrace) -> int:
 
 def _of_steps(overhead: Overhead, said: Said) -> dict[str, Value]:
     predicted, bus, link = said.predicted_step_s, overhead.bus_bandwidth, said.link_bandwidth
+    use = bus / link if bus and link else None
     return {
         "step_s": overhead.step_s,
         "compute_s": overhead.own_s,
@@ -90,19 +93,30 @@ def _of_steps(overhead: Overhead, said: Said) -> dict[str, Value]:
         "decode_s": overhead.decode_s,
         "bus_bandwidth": bus,
         "link_bandwidth": link,
-        "link_use": bus / link if bus and link else None,
+        # No link gives more than it can: then the probe's number is not that of this link.
+        "link_use": None if use is None or use > _WHOLE else use,
         "predicted_step_s": predicted,
         "prediction_error": overhead.step_s / predicted - 1 if predicted else None,
     }
 
 
-def tell(run: RunTrace, numbers: dict[str, Value], overhead: Overhead | None, blame: Sequence[Blame]) -> list[Fact]:
-    """The same for people, the most telling first; what is not known is left out."""
+def tell(
+    run: RunTrace, numbers: dict[str, Value], overhead: Overhead | None, blame: Sequence[Blame], since_choice: bool
+) -> list[Fact]:
+    """The same for people, the most telling first; what is not known is left out.
+
+    `since_choice`: of the steps with the plan that `gs.auto()` chose last.
+    """
     if overhead is None:
         return []
     way = "network" if overhead.sent_nbytes or not overhead.nbytes else "exchange"  # in memory there is no network
+    since = ", since gs.auto() chose" if since_choice else ""
     facts = [
-        Fact("step", show_seconds(overhead.step_s), f"the middle half of {overhead.num_steps} steps, on the average"),
+        Fact(
+            "step",
+            show_seconds(overhead.step_s),
+            f"the middle half of {overhead.num_steps} steps, on the average{since}",
+        ),
         Fact("overhead", show_share(overhead.share), "of the step, a rank has nothing to compute and waits"),
         Fact("exposed", show_seconds(overhead.exposed_s), "that wait; what follows adds up to it"),
         Fact("  for ranks", show_seconds(overhead.waiting_s), "until the last rank is ready"),
@@ -111,9 +125,11 @@ def tell(run: RunTrace, numbers: dict[str, Value], overhead: Overhead | None, bl
     ]
     if overhead.seldom:
         facts[0] = Fact(
-            "step", show_seconds(overhead.step_s), f"the mean of {overhead.num_steps}; not all of them synchronize"
+            "step",
+            show_seconds(overhead.step_s),
+            f"the mean of {overhead.num_steps}; not all of them synchronize{since}",
         )
-    facts += [*_communication(numbers, overhead), *_compression(numbers, overhead), *_pace(numbers)]
+    facts += [*_communication(run, numbers, overhead), *_compression(numbers, overhead), *_pace(numbers)]
     if predicted := _prediction(numbers):
         facts.append(predicted)
     if run.world_size > 1:
@@ -123,7 +139,19 @@ def tell(run: RunTrace, numbers: dict[str, Value], overhead: Overhead | None, bl
     return facts
 
 
-def _communication(numbers: dict[str, Value], overhead: Overhead) -> list[Fact]:
+def _of_the_link(run: RunTrace, share: Value, link: Value) -> str:
+    """Beside what a probe found the link to give; no share of it that cannot be."""
+    if not isinstance(link, float):
+        return ""
+    if isinstance(share, float):
+        return f"; {show_share(min(share, 1.0))} of the {show_rate(link)} that the probe found"
+    hosts = {trace.run.host for trace in run.ranks.values()}
+    inside = 1 < len(hosts) < len(run.ranks)  # several ranks on some host
+    why = "part of this stays inside of a host, or the link gives more by now" if inside else "it gives more by now"
+    return f"; the probe found {show_rate(link)} between hosts: {why}"
+
+
+def _communication(run: RunTrace, numbers: dict[str, Value], overhead: Overhead) -> list[Fact]:
     facts = []
     if overhead.comm_s:
         facts.append(Fact("communication", show_seconds(overhead.comm_s), "some collective is under way"))
@@ -135,10 +163,7 @@ def _communication(numbers: dict[str, Value], overhead: Overhead) -> list[Fact]:
     if overhead.sent_nbytes:
         facts.append(Fact("sent", show_nbytes(overhead.sent_nbytes), "that a rank puts on a network in a step"))
     if (bus := overhead.bus_bandwidth) is not None:
-        share, link = numbers["link_use"], numbers["link_bandwidth"]
-        of = ""
-        if isinstance(share, float) and isinstance(link, float):
-            of = f"; {show_share(share)} of the {show_rate(link)} that the probe found"
+        of = _of_the_link(run, numbers["link_use"], numbers["link_bandwidth"])
         facts.append(Fact("bus bandwidth", show_rate(bus), f"sent, per second of communication{of}"))
     return facts
 

@@ -26,8 +26,8 @@ class Said:
 def listen(run: RunTrace) -> Said:
     """The last that each rank said."""
     return Said(
-        predicted_step_s=_of(run, "predicted_step_s", median),
-        link_bandwidth=_of(run, "link_bandwidth", median),
+        predicted_step_s=_expected(run, "predicted_step_s"),
+        link_bandwidth=_expected(run, "link_bandwidth"),
         audit_error=_of(run, "audit_error", max),
         audit_cosine=_of(run, "audit_cosine", min),
         staleness_mean=_of(run, "staleness_mean", max),
@@ -35,6 +35,27 @@ def listen(run: RunTrace) -> Said:
         staleness_bound=_of(run, "staleness_bound", max),
         waited_s=_of(run, "waited_s", median),
     )
+
+
+def choice_of(run: RunTrace) -> int | None:
+    """The step from which `gs.auto()` runs with the plan that it chose last; None if it chose none."""
+    steps = [trace.choices[-1].step for trace in run.ranks.values() if trace.choices]
+    return max(steps, default=None)
+
+
+def _expected(run: RunTrace, key: str) -> float | None:
+    """What was expected of the plan that runs now: a choice is written at once, stats now and then."""
+    values = [value for rank in run.ranks if (value := _expected_of(run, rank, key)) is not None]
+    return median(values) if values else None
+
+
+def _expected_of(run: RunTrace, rank: int, key: str) -> float | None:
+    trace = run.ranks[rank]
+    choice = trace.choices[-1] if trace.choices else None
+    if choice is not None and (not trace.stats or trace.stats[-1].step < choice.step):
+        value = getattr(choice, key)
+        return float(value) if value is not None and value >= 0 else None
+    return _last(run, rank, key)
 
 
 def _of(run: RunTrace, key: str, together: Callable[[Iterable[float]], float]) -> float | None:

@@ -8,14 +8,14 @@ from math import inf
 from typing import TypeVar
 
 from gradsync.report import facts
-from gradsync.report.blame import Blame, find_blame
+from gradsync.report.blame import FEWEST, Blame, find_blame
 from gradsync.report.culprits import causes_in
 from gradsync.report.findings import Fact, Warned
 from gradsync.report.last_seen import last_seen
 from gradsync.report.links import SlowLink, find_slow_links, sum_links
 from gradsync.report.overhead import measure
-from gradsync.report.said import listen
-from gradsync.report.table import tabulate
+from gradsync.report.said import choice_of, listen
+from gradsync.report.table import Table, tabulate
 from gradsync.report.verdict import say
 from gradsync.report.warnings import warn
 from gradsync.report.wording import clean
@@ -45,17 +45,20 @@ class Summary:
 
 def summarize(run: RunTrace, last: int | None = None) -> Summary:
     """What a run shows, of all its steps or of its last few."""
-    table = tabulate(run, last)
-    overhead, said = measure(table), listen(run)
+    whole, said = tabulate(run, last), listen(run)
+    table = _of_this_plan(run, whole)
+    if table is whole and choice_of(run) is not None:
+        said = replace(said, predicted_step_s=None)  # of a plan that hardly ran
+    overhead = measure(table)
     blame = [] if overhead is None else find_blame(run, table, overhead)
     links = sum_links(run, table)
     slow = [] if overhead is None else find_slow_links(run, table, links, [each.rank for each in blame], said)
     health = _health(run)
     errors = _errors(run)
-    numbers = facts.count(run, table, overhead, said, blame, links, slow)
+    numbers = facts.count(run, whole, overhead, said, blame, links, slow)
     return Summary(
         verdict=say(run, overhead, blame, slow, errors),
-        facts=facts.tell(run, numbers, overhead, blame),
+        facts=facts.tell(run, numbers, overhead, blame, table is not whole),
         blame=blame,
         links=slow,
         health=health,
@@ -63,6 +66,15 @@ def summarize(run: RunTrace, last: int | None = None) -> Summary:
         warnings=warn(run, table, overhead, said, links),
         numbers=numbers,
     )
+
+
+def _of_this_plan(run: RunTrace, table: Table) -> Table:
+    """Where `gs.auto()` switched: the steps since then, if there are enough, without the one that holds the switch."""
+    since = choice_of(run)
+    if since is None:
+        return table
+    now = table.after(since)
+    return now if len(now.judged()) >= FEWEST else table
 
 
 def _health(run: RunTrace) -> list[Health]:

@@ -28,6 +28,11 @@ class Table:
             step for step in self.steps if step != self.first and all(cell.counts for cell in self.rows[step].values())
         ]
 
+    def after(self, step: int) -> Table:
+        """What came after that step: none of it is a first one."""
+        kept = [each for each in self.steps if each > step]
+        return Table(self.ranks, kept, None, {each: self.rows[each] for each in kept})
+
     def column(self, rank: int) -> Iterator[Step]:
         """One rank's steps, in order."""
         return (row[rank] for step in self.steps if rank in (row := self.rows[step]))
