@@ -231,7 +231,7 @@ def speak(protocol: int) -> str:
 
 def test_another_protocol_is_said_before_anything_else(run: Any) -> None:
     sentence = (
-        "Disagreement: the gradsync protocol is 2 on ranks 0 and 2 but 99 on rank 1; "
+        "Disagreement: the gradsync protocol is 3 on ranks 0 and 2 but 99 on rank 1; "
         "install the same gradsync on every host"
     )
     assert run(speak, 99, ranks=3) == [sentence] * 3

@@ -31,6 +31,7 @@ heads = st.builds(
     order=st.integers(0, 2**64 - 1),
     vitals=st.binary(min_size=8, max_size=8),
     loss_scale=st.floats(allow_nan=False),
+    num_steps=int32,
 )
 
 

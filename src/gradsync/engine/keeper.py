@@ -103,6 +103,7 @@ class Keeper:
             goes_on = hand.whole and self._pace.has_room_for(taken.shared.backwards)
             self._continue(taken, goes_on)
             self._load_pace(taken, hand.whole)
+            self._steps.turns.begin_anew()
         if self._lane.groups.rank == 0:  # all ranks see the same
             for change in (*changes(taken, hand, self._recipe), *self._changes(taken, goes_on)):
                 warnings.warn(f"{self._lane.place()} {change}", stacklevel=3)

@@ -202,10 +202,10 @@ class Reducer:
 
     # The end of backward: see [Side by side] in shared_backward.py
 
-    def launch_rest(self, micro_batches: int, flags: Flag, source: int) -> None:
+    def launch_rest(self, micro_batches: int, flags: Flag, source: int, num_steps: int) -> None:
         """Phase one, which never waits: what has not left leaves, and the header.
 
-        `source` is the rank whose buffers count.
+        `source` is the rank whose buffers count; `num_steps` is how often optimizers stepped, as `turns` says it.
         """
         self.lane.at(Phase.SYNCHRONIZING)
         self.recorder.start_waiting(self._on_device())
@@ -215,7 +215,7 @@ class Reducer:
         elif self._guard.nonfinite != "allow" and self._scale:
             self._spot = spot((e, e.param.grad) for e in self.entries if e.param.grad is not None)
         self._buffers.launch(self.lane, source)
-        self._launch_header(micro_batches, flags)
+        self._launch_header(micro_batches, flags, num_steps)
 
     def settle_first(self) -> None:
         """Phase two of the first synchronization: with the weights known, all buckets leave."""
@@ -279,7 +279,7 @@ class Reducer:
         self.logbook.left(bucket, self._tickets[-1], begun)
         self._next += 1
 
-    def _launch_header(self, micro_batches: int, flags: Flag) -> None:
+    def _launch_header(self, micro_batches: int, flags: Flag, num_steps: int) -> None:
         for entry in self.entries if not self.agenda.learned else self.agenda.apart:
             if entry.param.grad is not None and entry.param.grad.is_sparse:
                 self.marks[entry.index] |= Mark.SPARSE
@@ -295,7 +295,11 @@ class Reducer:
         if flags & Flag.SHADOW:
             loss_scale = 0.0  # its scaler stands still, and follows when join() ends
         head = head._replace(
-            num_nonfinite=self._spot.num_elements, order=self._order(), vitals=vitals, loss_scale=loss_scale
+            num_nonfinite=self._spot.num_elements,
+            order=self._order(),
+            vitals=vitals,
+            loss_scale=loss_scale,
+            num_steps=num_steps,
         )
         self._header = launch_header(self.lane, head, self.marks)
         self.logbook.header_left()

@@ -131,6 +131,7 @@ class Steps:
     def after_step(self, optimizer: Optimizer, closure: bool) -> None:
         """`optimizer.step()` has run."""
         self.witness.optimizer_ends()
+        self.turns.step_ended()
         with self.failing():
             self.pace.after_step(optimizer)
 
@@ -237,7 +238,7 @@ class Steps:
     def _launch(self) -> None:
         with self.failing():
             self.reducer.watch.paused = self.joining
-            self.reducer.launch_rest(self.pace.micro_batches, self._flags(), self._source())
+            self.reducer.launch_rest(self.pace.micro_batches, self._flags(), self._source(), self.turns.steps())
         conclude(self._settle)
 
     def _settle(self) -> None:
@@ -253,6 +254,7 @@ class Steps:
             counts = in_backward and not self.reducer.dropped
         finally:  # a NaN that is raised ends the step too
             self.pace.averaged()
+            self.turns.begin_anew(sure=self.reducer.delivered)
             self._step_ends()
             self.witness.synchronized(counts)
 
@@ -270,7 +272,7 @@ class Steps:
         micro_batches = self.pace.micro_batches if self.pace.k > 1 else 1
         with self.failing():
             self.reducer.watch.paused = self.joining
-            self.reducer.launch_rest(micro_batches, flags | self._flags(), self._source())
+            self.reducer.launch_rest(micro_batches, flags | self._flags(), self._source(), self.turns.steps())
             self.reducer.settle_first()
         self._finish(in_backward=False)
 

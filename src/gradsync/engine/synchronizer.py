@@ -162,6 +162,7 @@ class GradSync:
                 broadcast_optimizer(self._lane, optimizer, source)
             broadcast_scaler(self._lane, self._scaling.scaler, source)
             self._steps.pace.reset()
+            self._steps.turns.begin_anew()
 
     def data(self, batches: Iterable[T]) -> Iterator[T]:
         """The same batches; with a trace, the time that each takes to come is known exactly as the step's input.
@@ -184,6 +185,7 @@ class GradSync:
         self._refuse_if_detached()
         self._steps.drop_if_aborted()
         self._steps.expect_step()
+        self._steps.turns.begin_anew()
         if not self._steps.pace.engine_averages:
             return self._steps.drain_pace()
         if self._steps.pace.k > 1 or self._steps.unsynchronized:

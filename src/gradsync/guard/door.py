@@ -8,7 +8,7 @@ from typing import Any
 from gradsync.guard.agreement import Document, agree, majority
 from gradsync.transport.lane import Lane
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 def check_door(lane: Lane, parameters: list[dict[str, Any]], plan: dict[str, Any], refusal: str | None) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from gradsync.errors import Disagreement, listed
 
-_HEAD = struct.Struct("<qQdiiiI8siqQ8sd")
+_HEAD = struct.Struct("<qQdiiiI8siqQ8sdi")
 HEAD_NBYTES = _HEAD.size
 NO_VITALS = bytes(8)
 
@@ -58,6 +58,7 @@ class Head(NamedTuple):
     order: int = 0  # hash of the buckets as this rank launches them
     vitals: bytes = NO_VITALS  # digest of a part of its replica
     loss_scale: float = 0.0  # its GradScaler's; 0: it has none, or cannot say yet
+    num_steps: int = -1  # of its optimizers since the last synchronization; -1: it does not say
 
 
 class Headers:
@@ -114,7 +115,28 @@ def check_headers(headers: Headers, names: list[str], ranks: tuple[int, ...]) ->
                 f"{ranks[active[0]]} ran {first.backwards}: enter no_sync() on the same micro-batches of every rank, "
                 "or say how much each counts with set_batch_weight()"
             )
+    _check_num_steps({ranks[rank]: heads[rank].num_steps for rank in active if heads[rank].num_steps >= 0})
     _check_trainable(headers, names, ranks)
+
+
+def _check_num_steps(counts: dict[int, int]) -> None:
+    """Two backwards in a step of one rank, or a step that one rank left out."""
+    if len(set(counts.values())) < 2:
+        return
+    most = max(counts.values())
+    often = [rank for rank, count in counts.items() if count == most]
+    rarely = [rank for rank, count in counts.items() if count < most]
+    least = min(counts.values())
+    raise Disagreement(
+        f"optimizer.step() ran {_times(most)} since the last synchronization on {listed(often)}, but "
+        f"{'not' if not least else f'only {_times(least)}'} on {listed(rarely)}: call backward() and step() equally "
+        "often on every rank (all backwards of a step but the last under sync.no_sync()), and leave no step() out "
+        "after an average that the others apply; for uneven inputs use `with sync.join():`"
+    )
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _check_trainable(headers: Headers, names: list[str], ranks: tuple[int, ...]) -> None:

@@ -58,6 +58,7 @@ class Late(Pace):
         self._begun = self._begun_before = False  # whether gradients are there that have not departed
         self._filling = False  # nothing was due after the last backward
         self._owed = Due(site.optimizers)  # see [A backward that raised]
+        self._num_steps = -1  # since the last departure; -1: a rank may rightly have left one out
 
     # The way of a step
 
@@ -92,7 +93,9 @@ class Late(Pace):
         if not self._filling:
             self._averages[0].land(self._site)
         self._site.buffers.finish(self._site.lane)
-        if not self._filling and self._hand_out() and aborted:
+        applies = not self._filling and self._hand_out()
+        self._num_steps = 0 if applies and not aborted else -1
+        if applies and aborted:
             self._owed.set()
         return False
 
@@ -101,6 +104,8 @@ class Late(Pace):
             self._scaling.check_caller(self._site.lane)
 
     def after_step(self, optimizer: Optimizer) -> None:
+        if self._num_steps >= 0:
+            self._num_steps += 1
         if self._owed.done_by(optimizer):
             self._owed.clear()
 
@@ -108,6 +113,7 @@ class Late(Pace):
         self.settle()
 
     def drain(self) -> bool:
+        self._num_steps = -1
         if self._begun:  # under no_sync()
             self.after_backward(1, aborted=False)
             if any(param.grad is not None for param in self._params):
@@ -138,7 +144,10 @@ class Late(Pace):
         flags = Flag.ABORTED if aborted else Flag.NONE
         scale = self._scaling.now()
         vitals, _ = self._site.watch.announce()
-        passage = depart(self._site, self._fleet, ship, scale, flags, clock=self._clock, marks=marks, vitals=vitals)
+        passage = depart(
+            self._site, self._fleet, ship, scale, flags, clock=self._clock, marks=marks, vitals=vitals,
+            num_steps=self._num_steps,
+        )  # fmt: skip
         self._site.watch.take(passage.number)
         self._averages.append(Average(ship.views, scale, passage))
         self._take_away()
@@ -210,6 +219,7 @@ class Late(Pace):
         self._fleet.enlist()
         self._owed.clear()
         self._begun = False
+        self._num_steps = -1
         state = _below(saved.shared, "delayed.")
         self._clock = int(state.get("clock", torch.tensor(0)))
         self._filling = bool(state.get("filling", torch.tensor(0)))

@@ -37,17 +37,19 @@ def depart(
     clock: int = 0,
     marks: bytearray | None = None,
     vitals: bytes = NO_VITALS,
+    num_steps: int = -1,
 ) -> Passage:
     """Launch what the ship holds; it was divided by the number of ranks already, so that the sum is a mean.
 
     `clock` is the pace's, which must be the same on every rank: see [The clock] in `contract`.
-    `marks` is what the header says of the parameters, and `vitals` of the replica.
+    `marks` is what the header says of the parameters, `vitals` of the replica, `num_steps` of the optimizers.
     """
     lane = site.lane
     lane.at(Phase.SYNCHRONIZING)
     nonfinite = -1 if site.guard.nonfinite == "allow" else first_nonfinite(ship)
     tickets = fleet.launch(ship)
     head = Head(lane.step, 0, weight, clock, nonfinite, 1, flags, bytes(8), Call.AVERAGE, vitals=vitals)
+    head = head._replace(num_steps=num_steps)
     header = launch_header(lane, head, bytearray(site.num_marks) if marks is None else marks)
     if with_buffers:  # after the header, which may go by the same channel: a rank in another call expects one first
         site.buffers.launch(lane, 0)
