@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from planned import SMALL, Capture, say, tiny_profile, wired
+from rich.console import Console
 
 import gradsync as gs
 from gradsync.cli.planning.answer import Answer, answer, trains_the_same
-from gradsync.cli.planning.telling import groups, left_out
+from gradsync.cli.planning.rows import groups, left_out, table
+from gradsync.cli.planning.sweep import Axis, sweep
+from gradsync.cli.planning.telling import assumptions, sweep_table
 from gradsync.cli.planning.thresholds import changes, find_thresholds, least
-from gradsync.cli.planning.verdict import bolder, verdict
+from gradsync.cli.planning.verdict import offers, verdict
 from gradsync.cli.planning.what_if import narrow_link, with_bandwidth, with_gpus, with_tokens
+from gradsync.devices import Device
 from gradsync.planner.catalogue import cluster
+from gradsync.planner.described import describe
 from gradsync.planner.predicting import predict
 from gradsync.planner.snippet import as_python, in_words
+from gradsync.units import show_seconds
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +47,7 @@ def test_a_slow_link_is_answered_in_sixteen_bits_first(slow: Answer) -> None:
     assert slow.needed
     assert slow.chosen.quality == "16-bit"
     assert "bf16" in verdict(slow)
-    assert bolder(slow) is not None
+    assert offers(slow)
     assert "but is lossy" in verdict(slow)
 
 
@@ -76,7 +84,8 @@ def test_where_ddp_is_faster_it_says_so(fast: Answer) -> None:
     slower = replace(fast, candidates=(costs,), chosen=costs, usual=costs, ddp=stock)
     assert not slower.needed
     told = verdict(slower)
-    assert told == "You do not need gradsync for speed here: stock DDP costs 11 % of the step, gradsync 22 %."
+    assert told.startswith("You do not need gradsync for speed here: with stock DDP a step takes 350 ms (11 %), with ")
+    assert told.endswith("with gradsync 400 ms (22 %).")
 
 
 def test_a_lossy_choice_does_not_make_gradsync_needed(fast: Answer) -> None:
@@ -93,32 +102,129 @@ def test_an_offer_changes_as_little_as_it_must(slow: Answer) -> None:
     pace = next(it for it in slow.other if isinstance(it.plan.pace, gs.paces.DiLoCo) and it.plan.compress is None)
     packed = replace(pace, plan=replace(pace.plan, compress=gs.int4()), step_s=pace.step_s - 1e-4)
     offered = replace(slow, candidates=(*slow.same, packed, pace))
-    assert bolder(offered) is pace
+    assert offers(offered) == (pace,)
     only = replace(slow, candidates=(*slow.same, packed))
-    assert bolder(only) is packed
+    assert offers(only) == (packed,)
     exact = tuple(it for it in slow.same if it.quality == "exact")
     assert find_thresholds(replace(only, candidates=(*exact, packed))).compressed is None
 
 
 def test_a_step_that_only_waits_is_told_in_seconds() -> None:
     waits = answer(tiny_profile(), wired(2e3))
-    assert "100 % of the step, " in verdict(waits)
+    assert "nearly all of it synchronization; bf16 brings it to" in verdict(waits)
     assert changes(waits, find_thresholds(waits))[-1].startswith("No batch up to 10,000 times this one brings")
 
 
 def test_a_model_that_does_not_fit_is_told(capsys: Capture) -> None:
     arguments = ["--gpus", "8", "--device", "a100", "--params", "7e9"]
     sentence = "The model does not fit: about 112 GB for weights, gradients and Adam, 80 GB on each GPU; you want FSDP."
-    assert sentence in " ".join(say(capsys, *arguments).split())
-    assert sentence in json.loads(say(capsys, *arguments, "--json"))["answer"]["changes"]
+    assert " ".join(say(capsys, *arguments).split()).startswith(f"{sentence} If it did fit: you do not need gradsync")
+    told = json.loads(say(capsys, *arguments, "--json"))["answer"]
+    assert told["sentence"].startswith(sentence)
+    assert sentence in told["changes"]
     assert "does not fit" not in say(capsys, *SMALL)
 
 
 def test_the_gentlest_lossy_plan_is_spoken_of_and_shown(slow: Answer) -> None:
-    option = bolder(slow)
-    assert option is not None
+    option = offers(slow)[0]
     assert "int" in in_words(option.plan)
+    assert option in [it for _, group in groups(slow) for it in group]
     assert 0 < left_out(slow) < len(slow.candidates)
+
+
+# --- seconds, and what mends it ---
+
+
+def crawling(allow: Any = None) -> Answer:
+    """350 million parameters over 100 Mbit/s."""
+    machines = cluster(2, 1, network="100mbit")
+    return answer(describe(3.5e8, tokens=8192), machines, allow)
+
+
+def test_the_headline_says_seconds_and_names_what_mends_it() -> None:
+    slow = crawling()
+    told = verdict(slow)
+    assert told.startswith(f"With DDP a step will take {show_seconds(slow.ddp.step_s)}, nearly all of it sync")
+    assert f"bf16 brings it to {show_seconds(slow.chosen.step_s)}" in told
+    gentle, bold = offers(slow)
+    assert gentle.plan == gs.Plan(compress=gs.int4())
+    assert f"int4 would bring it to {show_seconds(gentle.step_s)}" in told
+    assert "loss +0.7 % where measured" in told
+    assert f"{in_words(bold.plan)} to {show_seconds(bold.step_s)}" in told
+    assert bold.step_s < gentle.step_s / 10  # what the table has
+    assert bold.step_s <= 1.5 * min(it.step_s for it in slow.candidates)
+    assert "100 %" not in told
+
+
+@pytest.mark.parametrize("allow", ["16-bit", "lossy", "all"])
+def test_among_what_is_allowed_no_plan_is_much_faster_than_the_chosen_one(allow: str) -> None:
+    found = crawling(allow)
+    assert found.chosen.step_s <= 1.1 * min(it.step_s for it in found.candidates)
+
+
+@pytest.mark.parametrize("network", ["1gbit", "10g", "25g", "100g", "200g", "400g"])
+@pytest.mark.parametrize("allow", [None, "exact", "lossy", "all"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_choice_beats_the_default_by_more_than_its_interval(network: str, allow: Any, dtype: str) -> None:
+    machines = cluster(32, 8, network=network)
+    found = answer(describe(1e9, dtype), machines, allow)
+    assert found.chosen is found.usual or found.usual.step_s > found.chosen.high_s
+    usual = replace(found.chosen.plan, algorithm=None, bucket_bytes=None)
+    if usual != found.chosen.plan:  # what is said pays, or is left out
+        plain = predict(found.profile, machines, usual)
+        assert plain.exposed_s - found.chosen.exposed_s > 0.015 * found.chosen.step_s
+
+
+def test_gains_within_the_interval_are_told_as_such() -> None:
+    found = answer(describe(1e9, "fp16"), cluster(32, 8, network="100g"))
+    other = next(it for it in found.same if it.plan.algorithm is not None and it.exposed_s < found.usual.exposed_s)
+    assert found.chosen is found.usual
+    assert other.reason.endswith("within its interval")
+
+
+def test_the_dtype_that_nobody_said_is_said(capsys: Capture) -> None:
+    assumed = "float32 gradients are assumed, as under autocast; if the parameters are in 16 bits, say --dtype bf16"
+    assert assumed in " ".join(say(capsys, *SMALL).split())
+    assert assumed in json.loads(say(capsys, *SMALL, "--json"))["answer"]["assumptions"][-1]
+    told = " ".join(say(capsys, *SMALL, "--dtype", "bf16").split())
+    assert "of bfloat16 gradients" in told
+    assert "assumed" not in told
+
+
+def test_ranks_that_share_cores_compute_for_longer_and_are_told_why() -> None:
+    shared = replace(wired(1e9), device=Device(cores=0.5, memory_bandwidth=1e10))
+    found = answer(tiny_profile(), shared)
+    assert found.usual.compute_s == pytest.approx(2 * tiny_profile().compute_s)
+    assert any("each gets 0.50 of a core: the 310 ms of a step become 620 ms" in it for it in assumptions(found))
+    assert not any("of a core" in it for it in assumptions(answer(tiny_profile(), wired(1e9))))
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
+def test_each_plan_takes_two_lines_at_most_on_any_terminal(width: int, slow: Answer) -> None:
+    for found in (slow, crawling(), answer(describe(1e9), cluster(32, 8, network="100g"))):
+        lines = table(found, width)
+        assert max(line.cell_len for line in lines) <= width
+        shown = len(found.candidates) - left_out(found)
+        assert len(lines) <= 1 + len(groups(found)) + 2 * shown
+        console = Console(width=width, file=io.StringIO())
+        for line in lines:
+            console.print(line, no_wrap=True)
+        assert len(console.file.getvalue().splitlines()) == len(lines)  # type: ignore[attr-defined]
+
+
+def test_a_point_of_a_sweep_takes_two_lines_at_most_on_80_columns() -> None:
+    points = sweep(Axis("gpus", 8, 64), answer(describe(1e9), cluster(32, 8, network="100g")))
+    console = Console(width=80, file=io.StringIO())
+    console.print(sweep_table(Axis("gpus", 8, 64), points, 80))
+    assert len(console.file.getvalue().splitlines()) <= 2 + 2 * len(points)  # type: ignore[attr-defined]
+
+
+def test_offers_are_worth_their_price(slow: Answer) -> None:
+    for found in (slow, crawling(), answer(describe(1e9), cluster(32, 8, network="100g"))):
+        best = found.chosen
+        for offer in offers(found):
+            assert offer.step_s < best.step_s
+            best = offer
 
 
 # --- what would change it ---

@@ -28,7 +28,7 @@ def test_it_says_what_it_rests_on(capsys: Capture) -> None:
     told = " ".join(say(capsys, *SMALL).split())
     assert "From the catalogue, not validated" in told
     assert "line rate 100 Gbit/s = 12.5 GB/s, of which 11 GB/s" in told
-    assert "100 million parameters, 200 MB of float16 gradients" in told
+    assert "100 million parameters, 400 MB of float32 gradients" in told
     assert "What would change the answer" in told
     assert "gs.attach(model, optimizer, gs.Plan(" in told
     assert 'kind = "every_step"' in told

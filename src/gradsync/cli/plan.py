@@ -18,17 +18,15 @@ from gradsync.cli.planning import checking, record
 from gradsync.cli.planning.answer import Answer, answer
 from gradsync.cli.planning.page import page
 from gradsync.cli.planning.question import ask, said, write
+from gradsync.cli.planning.rows import footnote, left_out, table
 from gradsync.cli.planning.saved_run import read_run
 from gradsync.cli.planning.sweep import Axis, Point, parse_axis, sweep
 from gradsync.cli.planning.sweep import as_json as sweep_as_json
 from gradsync.cli.planning.telling import (
     EXTRAPOLATION,
-    FOOTNOTE,
     assumptions,
     calibration,
-    left_out,
     sweep_table,
-    table,
 )
 from gradsync.cli.planning.thresholds import Thresholds, changes, find_thresholds
 from gradsync.cli.planning.verdict import verdict
@@ -83,7 +81,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     what = parser.add_argument_group("what it trains").add_argument
     what("--params", type=spoken(units.count), metavar="N", help="parameters of a transformer: 1e9, 350m")
     what("--arch", metavar="NAME", help="a known architecture instead: gpt2-xl ...")
-    what("--dtype", metavar="TYPE", help="of the gradients: fp16, bf16, fp32 (fp16)")
+    what("--dtype", metavar="TYPE", help="of the gradients: fp32, bf16, fp16 (fp32, which autocast leaves)")
     what("--tokens", type=spoken(units.count), metavar="N", help="per GPU and step (8192)")
     what("--mfu", type=float, metavar="SHARE", help="of the device's peak that the model reaches (0.45)")
     what("--flops", type=float, metavar="N", help="the device's peak, where the catalogue has none")
@@ -113,7 +111,8 @@ def run(options: argparse.Namespace) -> int:
         "--html", options.html, lambda path: path.read_text("utf-8", "replace").startswith("<!DOCTYPE html>")
     )
     question = ask(options)
-    answered = said(lambda: answer(question.profile, question.cluster, options.allow, question.arrives))
+    terms = (options.allow, question.arrives, question.dtype_assumed)
+    answered = said(lambda: answer(question.profile, question.cluster, *terms))
     found = said(lambda: find_thresholds(answered))
     swept = said(lambda: [(axis, sweep(axis, answered)) for axis in options.sweep or ()])
     html = said(lambda: _page(answered, found, swept)) if options.html is not None else ""
@@ -139,14 +138,16 @@ def _tell(answered: Answer, found: Thresholds, swept: Sequence[tuple[Axis, list[
     for sentence in assumptions(answered):
         console.print(f"• {sentence}", markup=False)
     console.print()
-    console.print(table(answered))
+    for line in table(answered, console.width):
+        console.print(line, no_wrap=True)
     more = left_out(answered)
-    console.print(FOOTNOTE + (f" {more} more candidates are in --json." if more else ""), style="dim")
+    tail = f" {more} more candidates are in --json." if more else ""
+    console.print(f"\n{footnote(console.width)}{tail}", style="dim")
     for axis, points in swept:
         console.print()
-        console.print(sweep_table(axis, points))
+        console.print(sweep_table(axis, points, console.width))
         if any(point.extrapolated for point in points):
-            console.print(f"{EXTRAPOLATION}. goodput: the share of the time that failures leave.", style="dim")
+            console.print(f"*: {EXTRAPOLATION}. goodput: the share of the time that failures leave.", style="dim")
     if told := changes(answered, found):
         console.print("\nWhat would change the answer:", style="bold")
         for sentence in told:

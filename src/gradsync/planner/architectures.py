@@ -41,7 +41,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 def architecture(
     name: str,
-    dtype: str = "fp16",
+    dtype: str = "fp32",
     tokens: float | None = None,
     flops: float = 312e12,
     mfu: float = 0.45,
@@ -51,9 +51,9 @@ def architecture(
 
     Args:
         name: One of `ARCHITECTURES`: gpt2, llama3-8b, bert-large, resnet50 ...
-        dtype: Of the gradients: "fp16", "bf16" or "fp32".
+        dtype: Of the gradients: "fp32", which is what autocast leaves; "bf16" or "fp16" if the parameters are.
         tokens: Of one rank in one step; for resnet50 and vit-b16, images of 224 x 224. None: 8192 tokens, or 64 images.
-        flops: The most operations per second of the device, in that precision; the default is an A100's.
+        flops: The most operations per second of the device, in what it computes in; by default an A100's in 16 bits.
         mfu: The share of these that the model gets.
         memory_bandwidth: Bytes per second of the device's memory, for the time of Adam's step; 0: leave it out.
 

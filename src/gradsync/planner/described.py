@@ -25,7 +25,7 @@ class Shape(NamedTuple):
 
 def describe(
     params: float = 1e9,
-    dtype: str = "fp16",
+    dtype: str = "fp32",
     tokens: float = 8192,
     flops: float = 312e12,
     mfu: float = 0.45,
@@ -41,9 +41,9 @@ def describe(
 
     Args:
         params: How many parameters.
-        dtype: Of the gradients: "fp16", "bf16" or "fp32".
+        dtype: Of the gradients: "fp32", which is what autocast leaves; "bf16" or "fp16" if the parameters are.
         tokens: Of one rank in one step, all micro-batches together.
-        flops: The most operations per second of the device, in that precision; the default is an A100's.
+        flops: The most operations per second of the device, in what it computes in; by default an A100's in 16 bits.
         mfu: The share of these that the model gets (model FLOPs utilization).
         layers: How many blocks; None: as many as models of this size have.
         name: For people.
@@ -51,7 +51,7 @@ def describe(
 
     >>> profile = describe(params=1e9, tokens=8192, flops=312e12, mfu=0.45)
     >>> round(profile.compute_s * 1e3), round(profile.nbytes / 1e6), profile.gradients[-1].name
-    (350, 2000, 'embedding')
+    (350, 4000, 'embedding')
     """
     machine = Machine(flops, mfu, memory_bandwidth)
     shape = shape_of(params, layers)

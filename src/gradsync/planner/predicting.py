@@ -58,22 +58,23 @@ def predict(
     late_s = straggler_s(period.compute_s, jitter, max(1, round(period.waits_for)), max(1, round(period.steps)))
     step_s = period.step_s + late_s
     exposed_s = max(0.0, step_s - period.compute_s)
-    deviation = math.hypot(
-        jitter * period.compute_s, cluster.across.spread * exposed_s, _MODEL_SPREAD[cluster.calibrated] * exposed_s,
-        0.02 * step_s,
-    )  # fmt: skip
+    unsure_s = _NINE_IN_TEN * math.hypot(
+        cluster.across.spread * exposed_s, _MODEL_SPREAD[cluster.calibrated] * exposed_s, 0.02 * step_s
+    )
+    around_s = math.hypot(unsure_s, _NINE_IN_TEN * jitter * period.compute_s)
     sent = sum(stage.nbytes for bucket in buckets for stage in bucket.stages) * period.syncs
     return Prediction(
         plan,
         step_s,
-        max(period.compute_s * 0.5, step_s - _NINE_IN_TEN * deviation),
-        step_s + _NINE_IN_TEN * deviation,
+        max(period.compute_s * 0.5, step_s - around_s),
+        step_s + around_s,
         period.compute_s,
         exposed_s,
         round(sent),
         memory_nbytes(profile, plan, cluster.world_size),
         quality(plan),
         timeline=period.timeline,
+        unsure_s=unsure_s,
     )
 
 

@@ -36,6 +36,8 @@ class Prediction:
         quality: "exact"; "16-bit"; "lossy": compressed; "other training": the pace changes what is learned.
         reason: One sentence.
         timeline: One step (of the period's synchronizing ones), for drawing.
+        unsure_s: By so much the mean may be off, with nine in ten: the spread of the links and what the model leaves
+            out. Without jitter, which evens out, and meets every plan alike.
     """
 
     plan: Plan
@@ -49,6 +51,7 @@ class Prediction:
     quality: Quality
     reason: str = ""
     timeline: tuple[Span, ...] = ()
+    unsure_s: float = 0.0
 
     @property
     def overhead(self) -> float:

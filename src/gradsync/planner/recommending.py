@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from gradsync.links import Cluster
@@ -15,7 +15,7 @@ from gradsync.planner.prediction import Prediction
 from gradsync.planner.profile import ModelProfile
 from gradsync.units import show_seconds
 
-# What a plan must save, as a share of the step, to be recommended before one that changes less.
+# What a plan must save, as a share of the step that one takes which changes less, to be recommended before it.
 _WORTH_IT = (
     ("exact", 0.015),
     ("16-bit", 0.015),
@@ -35,8 +35,9 @@ def recommend(
 
     The default is recommended unless another exact plan is faster by more than 1.5 % of a step, that one unless one of
     16 bits is, that one unless int8 is by 3 %, int4 by 5 %, another lossy one by 10 %, and that one unless one that
-    changes what is learned is by another 10 %. `plans`, if given, are priced instead of our own candidates, and then
-    the fastest is recommended; the default is always among them.
+    changes what is learned is by another 10 %; and each only if it is faster than the default by more than its own
+    prediction may be off. Of plans about equally fast it is the one of which less is said. `plans`, if given, are
+    priced instead of our own candidates, and then the fastest is recommended; the default is always among them.
 
     >>> import torch
     >>> from gradsync.links import Link
@@ -64,10 +65,24 @@ def pick(found: Sequence[Prediction]) -> Prediction:
     best = default = next(each for each in found if each.plan == Plan())
     ranked = sorted(found, key=lambda each: each.exposed_s)
     for kind, worth in _WORTH_IT:
-        rival = next((each for each in ranked if kind in (each.quality, _codec_of(each.plan))), best)
-        if best.exposed_s - rival.exposed_s > worth * default.step_s:
+        rivals = [each for each in ranked if kind in (each.quality, _codec_of(each.plan))]
+        rival = plainest(rivals[0], rivals) if rivals else best
+        sure = default.exposed_s - rival.exposed_s > rival.unsure_s
+        if sure and best.exposed_s - rival.exposed_s > worth * best.step_s:
             best = rival
     return best
+
+
+def plainest(one: Prediction, found: Iterable[Prediction]) -> Prediction:
+    """The same compressor and pace with the fewest things said beside, if that is about as fast."""
+    alike = [each for each in found if (each.plan.compress, each.plan.pace) == (one.plan.compress, one.plan.pace)]
+    as_fast = [each for each in alike if each.exposed_s - one.exposed_s <= SAME * one.step_s]
+    return min(as_fast, key=lambda each: _num_said(each.plan), default=one)
+
+
+def _num_said(plan: Plan) -> int:
+    usual = Plan()
+    return sum(getattr(plan, name) != getattr(usual, name) for name in ("algorithm", "bucket_bytes", "overlap"))
 
 
 def _codec_of(plan: Plan) -> str | None:
@@ -95,6 +110,8 @@ def reason(prediction: Prediction, default: Prediction, cluster: Cluster) -> str
     saved = f"saves {show_seconds(gain)} of {show_seconds(default.exposed_s)}"
     if prediction.quality == "other training":
         return f"{saved}, but changes what is learned: compare the loss"
+    if gain <= prediction.unsure_s:
+        saved += ", within its interval"
     if prediction.quality != "exact":
         factor = default.nbytes / prediction.nbytes if prediction.nbytes else 0.0
         fewer = f"{factor:.1f} times fewer bytes" if factor > 1 else "fewer bytes"
@@ -108,7 +125,7 @@ def _why_slower(prediction: Prediction, default: Prediction) -> str:
     if prediction.plan.overlap == "none":
         return ": nothing is hidden behind backward"
     if prediction.plan.compress is not None and prediction.nbytes < default.nbytes:
-        return ": packing takes longer than the bytes that it saves"
+        return ": packing costs more than it saves"
     if prediction.nbytes > default.nbytes * 1.01:
         return ": it sends more"
     if prediction.plan.bucket_bytes is not None:

@@ -31,6 +31,8 @@ class Answer:
         chosen: The plan to use.
         arrives: What `bandwidth` of the narrow link is of the rate by which people name it: "100g" is a line rate of
             12.5 GB/s, of which 11 arrive. 1: it is named by what arrives.
+        dtype_assumed: True: nobody said of which type the gradients are.
+        allow: What the user lets it choose from; None: nothing was said.
     """
 
     cluster: Cluster
@@ -40,6 +42,8 @@ class Answer:
     ddp: Prediction
     chosen: Prediction
     arrives: float = 1.0
+    dtype_assumed: bool = False
+    allow: Allow | None = None
 
     @property
     def same(self) -> tuple[Prediction, ...]:
@@ -68,7 +72,13 @@ class Answer:
         return saving(self.chosen, self.ddp) < -SAME
 
 
-def answer(profile: ModelProfile, cluster: Cluster, allow: Allow | None = None, arrives: float = 1.0) -> Answer:
+def answer(
+    profile: ModelProfile,
+    cluster: Cluster,
+    allow: Allow | None = None,
+    arrives: float = 1.0,
+    dtype_assumed: bool = False,
+) -> Answer:
     """Choose: among all that the user allows; if nothing was said, among what trains the same, with the rest behind."""
     found = recommend(profile, cluster, allow or "all")
     if allow is None:
@@ -76,7 +86,7 @@ def answer(profile: ModelProfile, cluster: Cluster, allow: Allow | None = None, 
         found.sort(key=lambda it: (it is not chosen, not trains_the_same(it), it.exposed_s))
     usual = next(it for it in found if it.plan == Plan())
     ddp = predict(profile, cluster, Plan(algorithm=native()), stock=True)
-    return Answer(cluster, profile, tuple(found), usual, ddp, found[0], arrives)
+    return Answer(cluster, profile, tuple(found), usual, ddp, found[0], arrives, dtype_assumed, allow)
 
 
 def trains_the_same(prediction: Prediction) -> bool:

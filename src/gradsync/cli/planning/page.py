@@ -10,8 +10,9 @@ from html import escape
 
 from gradsync.cli.planning.answer import Answer, saving
 from gradsync.cli.planning.chart import Line, Mark, draw_chart
+from gradsync.cli.planning.rows import footnote, groups
 from gradsync.cli.planning.sweep import Axis, Point
-from gradsync.cli.planning.telling import EXTRAPOLATION, FOOTNOTE, assumptions, calibration, groups, show_value
+from gradsync.cli.planning.telling import EXTRAPOLATION, assumptions, calibration, show_value
 from gradsync.cli.planning.timeline import draw_timeline
 from gradsync.cli.planning.verdict import verdict
 from gradsync.cli.planning.what_if import narrow_link
@@ -111,13 +112,13 @@ def _now(answer: Answer, axis: Axis) -> float:
 
 def _candidates(answer: Answer) -> Iterator[str]:
     yield '<h2>Candidates</h2><div class="wide"><table><thead><tr>'
-    heads = ("plan", "step ms", "9 in 10", "overhead", "exposed ms", "sent", "memory", "saves")
+    heads = ("plan", "step ms", "nine in ten", "overhead", "exposed ms", "sent", "memory", "saves")
     yield "".join(f"<th>{head}</th>" for head in heads) + "</tr></thead><tbody>"
     for title, group in groups(answer):
         yield f'<tr><th colspan="{len(heads)}">{escape(title)}</th></tr>'
         for candidate in group:
             yield _row(candidate, answer)
-    yield f"</tbody></table></div><p><small>{escape(FOOTNOTE)}</small></p>"
+    yield f"</tbody></table></div><p><small>{escape(footnote())}</small></p>"
 
 
 def _row(candidate: Prediction, answer: Answer) -> str:

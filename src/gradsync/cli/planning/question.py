@@ -27,11 +27,12 @@ _DESCRIPTION = ("params", "arch", "dtype", "tokens", "mfu", "flops")
 
 @dataclass(frozen=True)
 class Question:
-    """A cluster, a model's step on it, and what arrives of a network's line rate; see `Answer.arrives`."""
+    """A cluster, a model's step on it, and two things that `Answer` has too."""
 
     cluster: Cluster
     profile: ModelProfile
     arrives: float = 1.0
+    dtype_assumed: bool = False
 
 
 def ask(options: argparse.Namespace) -> Question:
@@ -48,6 +49,7 @@ def ask(options: argparse.Namespace) -> Question:
             gradients=tuple(gradient._replace(name=printable(gradient.name)) for gradient in profile.gradients),
         ),
         arrives,
+        options.dtype is None and options.profile is None,
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from gradsync.cli.planning.answer import Answer
 from gradsync.cli.planning.memory import shortage
+from gradsync.cli.planning.telling import assumptions
 from gradsync.cli.planning.thresholds import Thresholds, changes
 from gradsync.cli.planning.verdict import verdict
 from gradsync.links import Cluster, Link
@@ -35,6 +36,7 @@ def as_json(answer: Answer, found: Thresholds) -> dict[str, Any]:
             "tokens_under_5_percent": found.tokens,
             "break_even_bandwidth": found.break_even,
             "changes": [*changes(answer, found), *shortage(answer.profile, answer.cluster)],
+            "assumptions": assumptions(answer),
         },
         "candidates": [_candidate(candidate) for candidate in answer.candidates],
     }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from gradsync import units
-from gradsync.cli.planning.answer import Answer, saving, trains_the_same
+from gradsync.cli.planning.answer import Answer, trains_the_same
 from gradsync.cli.planning.what_if import with_bandwidth, with_gpus, with_tokens
 from gradsync.links import Cluster
 from gradsync.paces import EveryStep
@@ -17,7 +17,7 @@ from gradsync.planner.collective import Collectives
 from gradsync.planner.goodput import Goodput, goodput
 from gradsync.planner.prediction import Prediction
 from gradsync.planner.profile import ModelProfile
-from gradsync.planner.recommending import SAME, recommend
+from gradsync.planner.recommending import pick, recommend
 
 What = Literal["gpus", "bandwidth", "tokens"]
 
@@ -55,9 +55,9 @@ class Point:
     Args:
         value: Of what is varied.
         usual: Exact averaging, overlapped: `Plan()`.
-        same: The best that trains the same.
+        same: The one to use of those that train the same.
         lossy: The fastest lossy one that takes every step; None where there is none.
-        best: The best of all.
+        best: The fastest of all.
         goodput: What failures leave of the time, if GPUs are varied.
         extrapolated: True: beyond what was measured.
     """
@@ -122,13 +122,12 @@ def _is_plain(plan: Plan) -> bool:
 def _point(axis: Axis, value: float, answer: Answer, plans: Sequence[Plan]) -> Point:
     ranked = recommend(*_varied(axis.what, value, answer), "all", plans)
     usual = next(it for it in ranked if it.plan == Plan())
-    same = min((it for it in ranked if trains_the_same(it)), key=lambda it: it.step_s)
     lossy = [it for it in ranked if it.quality == "lossy" and isinstance(it.plan.pace, EveryStep)]
     measured = answer.cluster.world_size if answer.cluster.calibrated else FAR
     return Point(
         value,
         usual,
-        same if saving(same, usual) > SAME else usual,
+        pick([it for it in ranked if trains_the_same(it)]),
         min(lossy, key=lambda it: it.step_s, default=None),
         ranked[0],
         goodput(int(value)) if axis.what == "gpus" else None,

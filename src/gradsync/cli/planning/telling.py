@@ -1,20 +1,15 @@
-"""The answer in words: what was assumed, the table of candidates, and what would change it."""
+"""The answer in words: whether to believe it, what was assumed, and the tables of sweeps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from rich.table import Table
-from rich.text import Text
 
-from gradsync.cli.planning.answer import Answer, saving
-from gradsync.cli.planning.memory import shortage
+from gradsync.cli.planning.answer import Answer
 from gradsync.cli.planning.sweep import FAR, Axis, Point
-from gradsync.cli.planning.verdict import bolder
-from gradsync.cli.planning.wording import show_interval, show_ms, show_saving, show_share
-from gradsync.links import Link
-from gradsync.plan import Plan
+from gradsync.cli.planning.wording import samples, show_share
+from gradsync.links import Cluster, Link
 from gradsync.planner.prediction import Prediction
 from gradsync.planner.profile import ModelProfile
 from gradsync.planner.snippet import in_words
@@ -25,13 +20,10 @@ CATALOGUE = "From the catalogue, not validated: gradsync probe measures your lin
 EXTRAPOLATION = (
     f"An extrapolation: beyond {FAR} GPUs, or beyond those that were probed, nothing was compared with a run"
 )
-FOOTNOTE = (
-    "step: nine in ten steps should lie in the interval. overhead: the share of the step that synchronization takes. "
-    "exposed: by how much it makes a step longer. sent: by each rank to others, per step. memory: on each rank, "
-    "for buckets, residuals and copies. Steps of accumulate(k) are micro-batches. saves: of the chosen plan's step."
-)
-
-_SHOWN = 4  # of each group
+_WHOLE_CORE = 0.97  # what the probe finds of one that is a rank's own
+_TINY_S = 1e-3
+_TINY = " So short a step is spent on launching kernels, which is not reckoned with: measure it, and say --profile."
+_WIDE = 110  # letters from which on each value of a sweep takes one line
 _BAR = 12  # letters of the whole step
 
 
@@ -56,7 +48,29 @@ def assumptions(answer: Answer) -> list[str]:
         line = cluster.across.bandwidth / answer.arrives
         named = "" if answer.arrives == 1.0 else f"line rate {show_bits(line)} = {show_rate(line)}, of which "
         told.append(f"Between hosts: {named}{_link(cluster.across)}, {shared}.")
-    return [*told, _model(profile), *shortage(profile, cluster)]
+    return [*told, _model(profile), *_dtype(answer), *_sharing(profile, cluster)]
+
+
+def _dtype(answer: Answer) -> list[str]:
+    """Half the bytes or twice as many: what nobody said is said."""
+    if not answer.dtype_assumed:
+        return []
+    return [
+        "float32 gradients are assumed, as under autocast; if the parameters are in 16 bits, say --dtype bf16: "
+        "half the bytes."
+    ]
+
+
+def _sharing(profile: ModelProfile, cluster: Cluster) -> list[str]:
+    """Why a step computes for longer than its profile: where that is so, all figures rest on it."""
+    cores = cluster.device.cores
+    if cores > _WHOLE_CORE or cluster.world_size == 1:
+        return []
+    alone, shared = show_seconds(profile.compute_s), show_seconds(profile.compute_s / cores)
+    return [
+        f"While all ranks compute, each gets {cores:.2f} of a core: the {alone} of a step become {shared}, with any "
+        "plan. If something else ran during the probe, probe again."
+    ]
 
 
 def _model(profile: ModelProfile) -> str:
@@ -66,59 +80,35 @@ def _model(profile: ModelProfile) -> str:
     times = [(part, getattr(profile, f"{part}_s")) for part in parts]
     split = ", ".join(f"{part} {show_seconds(seconds)}" for part, seconds in times if seconds)
     # A measured profile may not know its tokens.
-    batch = "a step" if profile.tokens == 1 else f"a step of {show_count(profile.tokens)} tokens on each GPU"
+    batch = (
+        "a step" if profile.tokens == 1 else f"a step of {show_count(profile.tokens)} {samples(profile)} on each GPU"
+    )
     return (
         f"{name}{show_count(profile.num_params)} parameters, {show_nbytes(profile.nbytes)} of {dtypes} gradients; "
         f"{batch} computes for {show_seconds(profile.compute_s)}, {profile.source} ({split})."
+        + (_TINY if profile.source == "described" and profile.compute_s < _TINY_S else "")
     )
 
 
-def table(answer: Answer) -> Table:
-    """The best of each group, the chosen plan on top; the default is always among them."""
-    grid = Table(title_justify="left", show_lines=False, pad_edge=False)
-    grid.add_column("plan")
-    for name in ("step ms", "overhead", "exposed\nms", "sent", "memory", "saves"):
-        grid.add_column(name, justify="right", no_wrap=True)
-    for title, group in groups(answer):
-        grid.add_row(Text(title, style="bold"))
-        for candidate in _shown(group, answer):
-            grid.add_row(*_row(candidate, answer))
-        grid.add_section()
-    return grid
-
-
-def groups(answer: Answer) -> list[tuple[str, tuple[Prediction, ...]]]:
-    """Candidates by what they do to training, with a title each; empty groups are left out."""
-    named = [
-        ("trains the same: exact, or rounded to 16 bits", answer.same),
-        ("lossy: gradients lose something on the way", answer.lossy),
-        ("trains differently: seldom, late or from larger batches", answer.other),
-    ]
-    named.sort(key=lambda group: answer.chosen not in group[1])
-    return [(title, group) for title, group in named if group]
-
-
-def left_out(answer: Answer) -> int:
-    """How many candidates the table does not show."""
-    return len(answer.candidates) - sum(len(_shown(group, answer)) for _, group in groups(answer))
-
-
-def sweep_table(axis: Axis, points: Sequence[Point]) -> Table:
-    """One line per value."""
-    grid = Table(title=f"by {axis.what}", title_justify="left", title_style="bold", pad_edge=False)
+def sweep_table(axis: Axis, points: Sequence[Point], width: int) -> Table:
+    """One line per value; two on a terminal that is narrow."""
+    wide = width >= _WIDE
+    grid = Table(title=f"by {axis.what}", title_justify="left", title_style="bold", pad_edge=False, box=None)
     grid.add_column(axis.what, justify="right", no_wrap=True)
     grid.add_column("default", justify="right", no_wrap=True)
-    grid.add_column("", no_wrap=True, style="cyan")
-    for name in ("best that trains the same", "best lossy", "best of all"):
+    if wide:
+        grid.add_column("", no_wrap=True, style="cyan")
+    for name in ("trains the same", "fastest lossy", "fastest of all"):
         grid.add_column(name)
     if axis.what == "gpus":
-        grid.add_column("goodput", justify="right")
-        grid.add_column("")
+        grid.add_column("goodput", justify="right", no_wrap=True)
+        grid.add_column("", no_wrap=True)
     for point in points:
-        cells = [show_value(axis, point.value), show_share(point.usual.overhead), _bar(point.usual.overhead)]
+        cells = [show_value(axis, point.value), show_share(point.usual.overhead)]
+        cells += [_bar(point.usual.overhead)] if wide else []
         cells += [_cell(it) for it in (point.same, point.lossy, point.best)]
         if point.goodput is not None:
-            cells += [show_share(point.goodput.share), "extrapolation" if point.extrapolated else ""]
+            cells += [show_share(point.goodput.share), "*" if point.extrapolated else ""]
         grid.add_row(*cells)
     return grid
 
@@ -129,33 +119,6 @@ def show_value(axis: Axis, value: float) -> str:
     ('1 Gbit/s', '4,096')
     """
     return show_bits(value) if axis.what == "bandwidth" else show_count(value)
-
-
-def _shown(group: Sequence[Prediction], answer: Answer) -> list[Prediction]:
-    """The first few, each with its best bucket size only; also those that are spoken of."""
-    kinds: dict[Plan, Prediction] = {}
-    for it in group:
-        kinds.setdefault(replace(it.plan, bucket_bytes=None), it)
-    spoken_of = (answer.usual, bolder(answer))
-    first = {id(it) for it in [*list(kinds.values())[:_SHOWN], *spoken_of]}
-    return [it for it in group if id(it) in first]
-
-
-def _row(candidate: Prediction, answer: Answer) -> list[Text | str]:
-    name = Text(in_words(candidate.plan), style="bold" if candidate is answer.chosen else "")
-    if candidate is answer.usual:
-        name.append(" (the default)")
-    if candidate.reason:
-        name.append(f"\n{candidate.reason}", style="dim")
-    return [
-        name,
-        f"{show_ms(candidate.step_s)} ({show_interval(candidate.low_s, candidate.high_s)})",
-        show_share(candidate.overhead),
-        show_ms(candidate.exposed_s),
-        show_nbytes(candidate.nbytes),
-        show_nbytes(candidate.memory_nbytes),
-        "" if candidate is answer.chosen else show_saving(saving(candidate, answer.chosen)),
-    ]
 
 
 def _bar(share: float) -> str:

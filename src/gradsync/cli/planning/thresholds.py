@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from math import sqrt
 
 from gradsync.cli.planning.answer import SMALL, Answer
-from gradsync.cli.planning.verdict import bolder
+from gradsync.cli.planning.verdict import offers
 from gradsync.cli.planning.what_if import narrow_link, with_bandwidth, with_tokens
+from gradsync.cli.planning.wording import samples
 from gradsync.paces import EveryStep
 from gradsync.planner.predicting import predict
 from gradsync.planner.prediction import Prediction
@@ -68,7 +69,7 @@ def find_thresholds(answer: Answer) -> Thresholds:
 def _compressed(answer: Answer) -> Prediction | None:
     """In 16 bits, if that shrinks anything; else what the verdict speaks of; else the fastest."""
     sixteen = next((it for it in answer.same if it.quality == "16-bit"), None)
-    option = bolder(answer)
+    option = next(iter(offers(answer)), None)
     if option is not None and (option.plan.compress is None or not isinstance(option.plan.pace, EveryStep)):
         option = None
     return sixteen or option or next(iter(answer.lossy), None)
@@ -132,7 +133,10 @@ def _on_compression(answer: Answer, found: Thresholds) -> list[str]:
 def _on_tokens(answer: Answer, found: Thresholds) -> str:
     if found.tokens is None:
         return f"No batch up to {_REACH:,.0f} times this one brings exact averaging under {_LIMIT}."
-    batch, now = f"{show_count(round(found.tokens))} tokens per GPU and step", show_count(answer.profile.tokens)
+    batch, now = (
+        f"{show_count(round(found.tokens))} {samples(answer.profile)} per GPU and step",
+        show_count(answer.profile.tokens),
+    )
     if answer.profile.tokens == 1:  # nobody counted them
         batch, now = f"{found.tokens:.2g} times the batch", "1"
     if answer.usual.overhead < SMALL:
