@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -43,20 +44,35 @@ def test_ranks_of_one_host_measure_a_ring_and_all_get_the_same(run: Callable[...
         assert check_links(measured[0], [Facts()])[0].grade == Grade.OK
 
 
-def test_under_torchrun_rank_0_speaks_for_all() -> None:
+def under_torchrun(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     doctor = [sys.executable, "-c", "import sys; from gradsync.cli.entry import main; sys.exit(main())", "doctor"]
-    done = subprocess.run([*command, *doctor, "--brief", "--json"], capture_output=True, text=True, timeout=100)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.run(
+        [*command, *doctor, "--brief", *arguments], capture_output=True, text=True, timeout=100, env=environment
+    )
+
+
+def test_under_torchrun_rank_0_speaks_for_all() -> None:
+    done = under_torchrun("--json", TORCH_DISTRIBUTED_DEBUG="DETAIL")
     told = json.loads(done.stdout)
     assert [each["rank"] for each in told["ranks"]] == [0, 1]
-    assert done.returncode == bool(told["num_wrong"])
+    assert told["num_wrong"] >= 1
+    assert done.returncode == 1
+
+
+def test_under_torchrun_the_answer_is_the_last_thing_on_the_screen() -> None:
+    done = under_torchrun(TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    assert "WRONG  TORCH_DISTRIBUTED_DEBUG=DETAIL on ranks 0-1" in done.stdout
+    assert done.stdout.rstrip().splitlines()[-1].startswith("ok ")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_between_hosts_another_mtu_is_found_and_links_and_clocks_are_measured(lab: MakeLab) -> None:
     codes, texts = zip(*lab(rate=None).spawn(see_doctor, 1, ["--json"], 1, 1400, "eth0"), strict=True)
     told = json.loads(texts[0])
     wrong = [each for each in told["findings"] if each["grade"] == "wrong"]
-    assert (codes, texts[1]) == ((1, 1), "")
+    assert (codes, texts[1]) == ((1, 0), "")
     assert [each["what"] for each in wrong] == ["MTUs differ between hosts"]
     assert "1500 (eth0) on rank 0 (host host0); 1400 (eth0) on rank 1 (host host1)" in wrong[0]["detail"]
     assert wrong[0]["fix"] == "sudo ip link set dev eth0 mtu 1400    # on rank 0 (host host0)"
@@ -67,7 +83,7 @@ def test_between_hosts_another_mtu_is_found_and_links_and_clocks_are_measured(la
 def test_hosts_that_name_loopback_are_told_before_a_group_could_hang(lab: MakeLab) -> None:
     codes, texts = zip(*lab(rate=None).spawn(see_doctor, 1, ["--json"], 9, 0, "lo"), strict=True)
     whats = [each["what"] for each in json.loads(texts[0])["findings"] if each["grade"] == "wrong"]
-    assert codes == (1, 1)
+    assert codes == (1, 0)
     assert whats[:2] == [f"gloo listens on loopback on rank {rank} (host host{rank})" for rank in (0, 1)]
     assert whats[2] == "the ranks could not talk to each other"
 

@@ -95,9 +95,15 @@ def test_nothing_is_wrong_with_a_sound_cluster() -> None:
         ),
         (cluster(library=False, compiler=""), "NOTE", "the C module was not built", "sudo apt-get install -y gcc &&"),
         (
-            cluster([2, 3], name_address="127.0.1.1"),
+            cluster([2, 3], name_address="127.0.1.1", towards_master=""),
             "WRONG",
             "gloo listens on loopback on ranks 2-3 (host b)",
+            "export GLOO_SOCKET_IFNAME=eth0",
+        ),
+        (
+            cluster([2, 3], name_address="127.0.1.1"),  # and yet gradsync.init() listens on eth0
+            "NOTE",
+            "the host's name leads to loopback on ranks 2-3 (host b)",
             "export GLOO_SOCKET_IFNAME=eth0",
         ),
         (
@@ -118,7 +124,18 @@ def test_nothing_is_wrong_with_a_sound_cluster() -> None:
             "gloo listens on docker0",
             "eth0",
         ),
-        (cluster([0, 1], nics=[eth0(0), TUNNEL, LO], name_address="10.8.0.2"), "WRONG", "gloo listens on tun0", "eth0"),
+        (
+            cluster([0, 1], nics=[eth0(0), TUNNEL, LO], name_address="10.8.0.2", towards_master=""),
+            "WRONG",
+            "gloo listens on tun0",
+            "eth0",
+        ),
+        (
+            cluster([0, 1], nics=[eth0(0), TUNNEL, LO], name_address="10.8.0.2"),
+            "NOTE",
+            "the host's name leads to tun0 on ranks 0-1 (host a)",
+            "eth0",
+        ),
         (
             cluster(**variables(NCCL_SOCKET_IFNAME="ib")),
             "WRONG",
@@ -273,6 +290,11 @@ def test_what_is_odd_is_found_with_its_fix(facts: list[Facts], grade: str, what:
         cluster([0, 1], level="avx512"),
         cluster(memlock_nbytes=64 << 10),  # matters with InfiniBand only
         [rank_of(0, 0, world_size=1, num_nodes=0, master="", name_address="127.0.1.1", num_threads=8)],
+        # Two agents of torchrun on one host: all ranks are here, and loopback is their network.
+        [
+            rank_of(0, rank, master="127.0.0.1", name_address="127.0.1.1", towards_master="lo", num_threads=2)
+            for rank in range(4)
+        ],
     ],
 )
 def test_what_is_not_odd_is_let_be(facts: list[Facts]) -> None:

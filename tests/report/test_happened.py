@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from made_runs import made_run, write_run
 
+from gradsync.report.account import ADVICE, Place
 from gradsync.report.happened import Account, first_event, quiet_end
 from gradsync.report.last_seen import last_seen
 from gradsync.trace.flight import Entry, Flight, Moment
@@ -261,7 +262,72 @@ def test_a_clean_run_has_no_event() -> None:
     for seed in SEEDS:
         run = made_run(random.Random(seed).randint(1, 6), 20, seed)
         assert first_event(run, now=1e18) is None
-        assert quiet_end(run, 1e18) == f"All {len(run.ranks)} ranks that wrote here ended in good order, after step 20."
+        who = "Rank 0" if len(run.ranks) == 1 else f"All {len(run.ranks)} ranks that wrote here"
+        assert quiet_end(run, 1e18) == f"{who} ended in good order, after step 20."
+
+
+def test_a_clean_run_that_lacks_a_file_is_not_called_clean() -> None:
+    run = made_run(3, 20)
+    del run.ranks[1]
+    account = first_event(run, now=1e18)
+    assert account is not None
+    assert (account.kind, account.ranks, account.stopped) == ("missing", [1], False)
+    assert account.text == (
+        "All 2 ranks that wrote here ended in good order, after step 20. How rank 1 ended nobody can say. Not in this "
+        "folder: the file of rank 1."
+    )
+    assert "rank-*.jsonl" in account.advice
+    assert first_event(run) is None  # a live page has a warning of it
+
+
+def test_a_file_that_cannot_be_read_is_not_said_to_be_elsewhere() -> None:
+    run = made_run(2, 20)
+    del run.ranks[1]
+    run.refused[1] = "format 1, and this gradsync reads 2"
+    account = first_event(run, now=1e18)
+    assert account is not None
+    assert "Not in this folder" not in account.text
+    assert "The file of rank 1 could not be read: format 1" in account.text
+
+
+@pytest.mark.parametrize("source", ["gradsync", "ddp"])
+@pytest.mark.parametrize("what", ["PeerLost", "SyncTimeout"])
+def test_advice_holds_the_pids_and_what_the_user_has(what: str, source: str) -> None:
+    run = made_run(3, 20, source=source, names=("node-a", "node-b"), killed={2: 10})
+    for rank in (0, 1):
+        run.ranks[rank].errors.append(Error(10, what, [2], 0, "no sign of life" if what == "PeerLost" else "late"))
+        run.ranks[rank].end = None
+    account = first_event(run)
+    assert account is not None
+    said = account.advice
+    if what == "PeerLost":
+        assert "(ps -o stat,wchan:20,cmd -p 4002 on node-b)" in said
+        assert "ping node-b" in said
+    else:
+        assert "py-spy dump --pid 4002 on node-b" in said
+        assert ("gs.Guard(timeout=seconds)" in said) == (source == "gradsync")
+        assert ("init_process_group(timeout=...)" in said) == (source == "ddp")
+
+
+def test_of_a_standstill_all_processes_are_listed_by_host() -> None:
+    run = made_run(4, 20)
+    for trace in run.ranks.values():
+        trace.end = None
+    account = first_event(run, now=1e18)
+    assert account is not None
+    assert "ps -p 4000,4001 on a, ps -p 4002,4003 on b" in account.advice
+    assert "py-spy dump --pid 400" in account.advice
+
+
+def test_no_advice_has_a_hole_and_a_hosts_name_is_no_command() -> None:
+    for kind in ADVICE:
+        for source in ("gradsync", "ddp"):
+            for names in (("a; rm -rf $HOME", "{x}"), ("b",)):
+                run = made_run(2, 5, source=source, names=names)
+                said = Place(run, [0], 3).account(kind, "It was so.").advice
+                assert not set("{}") & set(said.replace("{x}", ""))
+                assert "PID" not in said
+                assert "ping a;" not in said
 
 
 def test_ranks_of_hosts_without_clock_lines_are_put_in_order_by_the_wall_clock() -> None:

@@ -56,6 +56,48 @@ def test_many_tiny_buckets() -> None:
     assert "bucket_bytes" in found.advice
 
 
+def as_ddp(run: RunTrace) -> RunTrace:
+    for trace in run.ranks.values():
+        trace.run = replace(trace.run, source="ddp")
+    return run
+
+
+def test_a_stock_run_is_advised_by_the_knobs_that_it_has() -> None:
+    one, many = made_run(4, 60, overlap=False), made_run(4, 60, overlap=False)
+    for trace in one.ranks.values():
+        trace.layouts[:] = [Layout(1, trace.layouts[0].buckets[:1])]
+    for trace in many.ranks.values():
+        trace.layouts[:] = [Layout(1, [BucketPlan(index, [index], 4096, None) for index in range(64)])]
+    advice = [each.advice for run in (one, many) for each in summarize(as_ddp(run)).warnings]
+    advice += [each.advice for each in summarize(as_ddp(made_run(4, 60, slow={1: {"input": 0.05}}))).blame]
+    assert len(advice) >= 4
+    assert sum("bucket_cap_mb" in each for each in advice) == 2
+    assert sum("observer.data(loader)" in each for each in advice) == 1
+    assert not any(word in each for each in advice for word in ("bucket_bytes", "gs.Plan", "gs.auto", "sync.data"))
+
+
+def test_a_plan_without_overlap_is_told_what_it_asked_for() -> None:
+    run = made_run(4, 60, overlap=False)
+    for trace in run.ranks.values():
+        trace.run = replace(trace.run, plan={"overlap": "none"})
+    found = warned(run, "Nothing overlaps")
+    assert found is not None
+    assert "asks" in found.text
+    assert 'overlap="backward"' in found.advice
+
+
+def test_buckets_that_leave_early_and_arrive_late_are_not_said_to_begin_late() -> None:
+    run = made_run(4, 60, overlap=False)
+    for trace in run.ranks.values():
+        for step in trace.steps:
+            [backward] = [phase for phase in step.phases if phase.name == "backward"]
+            step.buckets = [each._replace(launched=backward.start + 1e-3) for each in step.buckets or []]
+    found = warned(run, "overlaps")
+    assert found is not None
+    assert found.text.startswith("Hardly anything overlaps: buckets leave during backward")
+    assert "torch.compile" not in found.advice
+
+
 def test_a_parameter_that_holds_up_full_buckets() -> None:
     run = made_run(2, 60)
     run.ranks[1].steps[:] = [replace(step, held_up_by="a\nb") for step in run.ranks[1].steps]

@@ -28,7 +28,8 @@ _DESCRIPTION = """\
 Before a run: looks at versions, the C module, network interfaces, MTU, memory, processors, GPUs and environment
 variables on every rank, measures the links and clocks between them, and says what is wrong with the command that
 mends it. After a run: reads its traces and flight records, and says what happened first, and where.
-Exit code 0: nothing is wrong; 1: something is; 2: bad input.
+Exit code 0: nothing is wrong; 1: something is; 2: bad input. Under a launcher 1 comes with --json only: torchrun would
+print a traceback of its own below the answer.
 """
 
 _EXAMPLE = """\
@@ -81,7 +82,10 @@ def run(options: argparse.Namespace) -> int:
         checkup = _alone(options, own) if task is None else _together(options, task, own)
         # Where the ranks did not meet, nobody else will say it on this host.
         if task is not None and task.rank and (checkup.together or task.local_rank):
-            return _code(checkup)
+            return 0  # anything else, and the launcher might end rank 0 before it has spoken
+        if task is not None and not options.json:
+            _show(checkup, machines=False)
+            return 0  # the answer stays the last thing on the screen
     _show(checkup, options.json)
     return _code(checkup)
 

@@ -7,16 +7,18 @@ waited for it (`silence`). Without any of these, what the guards found (`ailment
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from gradsync.errors import listed
-from gradsync.report.account import Account
+from gradsync.report.account import Account, Place, absent, upper_first
 from gradsync.report.ailments import ailment
 from gradsync.report.failures import failure
-from gradsync.report.last_seen import last_seen, seconds_ago
+from gradsync.report.last_seen import Seen, last_seen, seconds_ago
 from gradsync.report.silence import abandoned, standstill
 from gradsync.trace.reader import RunTrace
 from gradsync.units import show_seconds
+
+_MOST_NAMED = 64
 
 __all__ = ["Account", "first_event", "quiet_end"]
 
@@ -30,7 +32,7 @@ def first_event(run: RunTrace, now: float | None = None) -> Account | None:
     account = failure(run, seen) or abandoned(run, seen)
     if account is None and now is not None:
         account = standstill(run, seen, now)
-    return account or ailment(run)
+    return account or ailment(run) or (None if now is None else _unknown(run, seen))
 
 
 def quiet_end(run: RunTrace, now: float) -> str:
@@ -38,12 +40,28 @@ def quiet_end(run: RunTrace, now: float) -> str:
     seen = last_seen(run)
     open_ = [rank for rank, each in seen.items() if each.silent]
     if not open_:
-        finished = _latest(trace.steps[-1].step if trace.steps else None for trace in run.ranks.values())
-        return f"All {len(seen)} ranks that wrote here ended in good order, after {finished}."
+        return _good_end(run)
     reached = _latest(each.step for each in seen.values())
     ago = seconds_ago(run, seen, now)
     last = "" if ago is None else f", {show_seconds(max(0.0, ago))} ago"
     return f"The run goes on: {listed(open_)} came to {reached}{last}."
+
+
+def _unknown(run: RunTrace, seen: Mapping[int, Seen]) -> Account | None:
+    """All whose files are here ended in good order, and not all files are here."""
+    missing = absent(run)
+    if not missing or any(each.silent for each in seen.values()):
+        return None
+    return Place(run, missing[:_MOST_NAMED], None).account(
+        "missing", _good_end(run), f"How {listed(missing[:_MOST_NAMED])} ended nobody can say.", stopped=False
+    )
+
+
+def _good_end(run: RunTrace) -> str:
+    finished = _latest(trace.steps[-1].step if trace.steps else None for trace in run.ranks.values())
+    if len(run.ranks) == 1:
+        return f"{upper_first(listed([*run.ranks]))} ended in good order, after {finished}."
+    return f"All {len(run.ranks)} ranks that wrote here ended in good order, after {finished}."
 
 
 def _latest(steps: Iterable[int | None]) -> str:

@@ -10,15 +10,15 @@ from gradsync.report.blame import FEWEST
 from gradsync.report.findings import Warned
 from gradsync.report.links import Link
 from gradsync.report.overhead import Overhead
+from gradsync.report.overlapping import warn_of_overlap
 from gradsync.report.said import Said
 from gradsync.report.seldom import warn_of_times
 from gradsync.report.table import Table
-from gradsync.report.wording import listed, printable, show_share
+from gradsync.report.wording import listed, printable, show_share, source_of
 from gradsync.trace.flight import Moment
 from gradsync.trace.reader import RunTrace
 from gradsync.units import show_count, show_nbytes, show_seconds
 
-_HIDDEN = 0.1  # less of what could be hidden: nothing overlaps
 _MATTERS = 0.05  # of the step
 _TINY_NBYTES = 64 << 10
 _MANY = 8
@@ -34,7 +34,7 @@ def warn(run: RunTrace, table: Table, overhead: Overhead | None, said: Said, lin
     found = [*_files(run), *_cut(run), *_ends(run)]
     if overhead is not None:
         found += [
-            *_short(run, overhead), *_overlap(run, overhead), *_held_up(table), *_buckets(run, overhead),
+            *_short(run, overhead), *warn_of_overlap(run, table, overhead), *_held_up(table), *_buckets(run, overhead),
             *_compression(overhead), *_prediction(overhead, said),
         ]  # fmt: skip
         found += warn_of_times(table, overhead)
@@ -97,25 +97,7 @@ def _short(run: RunTrace, overhead: Overhead) -> Iterable[Warned]:
         )
 
 
-# How gradients travel
-
-
-def _overlap(run: RunTrace, overhead: Overhead) -> Iterable[Warned]:
-    hidden, comm_s = overhead.overlap, overhead.comm_s
-    if (
-        hidden is None
-        or comm_s is None
-        or hidden >= _HIDDEN
-        or min(comm_s, overhead.network_s) < _MATTERS * overhead.step_s
-    ):
-        return
-    if _num_buckets(run) == 1:
-        advice = "All gradients travel in one bucket: lower bucket_bytes, so that the first can leave during backward."
-    else:
-        advice = (
-            "If the whole model is under torch.compile, its gradients all come at the end: compile its blocks instead."
-        )
-    yield Warned(f"Nothing overlaps: {show_seconds(comm_s)} of communication begin when backward is over.", advice)
+# How gradients travel (what overlaps: `overlapping`)
 
 
 def _held_up(table: Table) -> Iterable[Warned]:
@@ -132,11 +114,6 @@ def _held_up(table: Table) -> Iterable[Warned]:
             )
 
 
-def _num_buckets(run: RunTrace) -> int | None:
-    counts = [len(trace.layouts[-1].buckets) for trace in run.ranks.values() if trace.layouts]
-    return max(counts, default=None)
-
-
 def _buckets(run: RunTrace, overhead: Overhead) -> Iterable[Warned]:
     sizes = [
         bucket.nbytes for trace in list(run.ranks.values())[:1] if trace.layouts for bucket in trace.layouts[-1].buckets
@@ -144,7 +121,9 @@ def _buckets(run: RunTrace, overhead: Overhead) -> Iterable[Warned]:
     if len(sizes) >= _MANY and median(sizes) < _TINY_NBYTES and overhead.network_s > _MATTERS * overhead.step_s:
         yield Warned(
             f"{len(sizes)} buckets of {show_nbytes(median(sizes))} (median) travel in each step: each costs a latency.",
-            "Raise bucket_bytes; gradsync plan, or gs.auto(), finds the best.",
+            "Raise bucket_cap_mb of DistributedDataParallel."
+            if source_of(run) == "ddp"
+            else "Raise bucket_bytes of gs.Plan; gradsync plan, or gs.auto(), finds the best.",
         )
 
 
@@ -199,5 +178,6 @@ def _prediction(overhead: Overhead, said: Said) -> Iterable[Warned]:
     if predicted and abs(overhead.step_s / predicted - 1) > _OFF:
         yield Warned(
             f"A step takes {show_seconds(overhead.step_s)}, and {show_seconds(predicted)} were predicted.",
-            "Something changed since it was measured, or nothing was: run gradsync probe, or gs.auto() anew.",
+            "gs.auto() compares the two every recheck_every steps, and chooses anew; a cluster that you gave it may be "
+            "out of date: gradsync probe measures it.",
         )

@@ -53,6 +53,11 @@ def advice(phase: str, exact_input: bool, source: str) -> str:
     return f"{ADVICE[phase]} Logging or validation there counts as input too: {timed} tells them apart."
 
 
+def source_of(run: RunTrace) -> str:
+    """Who synchronized: gradsync, or ddp, which has knobs of other names."""
+    return next(iter(run.ranks.values())).run.source
+
+
 def printable(text: str) -> str:
     """A name from a file that anybody may have written, bounded and without what would move a cursor or start a line.
 

@@ -41,6 +41,11 @@ def by_host(facts: Iterable[Facts]) -> dict[str, list[Facts]]:
     return hosts
 
 
+def on_one_host(facts: Sequence[Facts]) -> bool:
+    """Whether all ranks are here, on one host; a launcher may have been told of several nodes on it."""
+    return len(by_host(facts)) == 1 and (facts[0].num_nodes <= 1 or len(facts) >= facts[0].world_size)
+
+
 def who(some: Sequence[Facts]) -> str:
     """As in "ranks 0-3 (host a)" or "rank 4 (host b) and rank 5 (host c)".
 

@@ -6,7 +6,7 @@ import ipaddress
 from collections.abc import Sequence
 
 from gradsync.cli.checkup.facts import Facts, Nic
-from gradsync.cli.checkup.finding import Finding, Grade, by_host, who
+from gradsync.cli.checkup.finding import Finding, Grade, by_host, on_one_host, who
 from gradsync.launch.interface import is_loopback
 
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
@@ -19,7 +19,7 @@ _USUAL_MTU, _JUMBO_MTU = 1500, 9000
 def check_interfaces(facts: Sequence[Facts]) -> list[Finding]:
     """Where gloo and NCCL listen, and why others will not reach them there."""
     found = [finding for host in by_host(facts).values() for finding in _unknown(host)]
-    if len(by_host(facts)) == 1 and facts[0].num_nodes <= 1:
+    if on_one_host(facts):
         inside = f"one host: its ranks meet on {facts[0].variables.get(_GLOO, 'loopback')}"
         return found or [Finding(Grade.OK, "interfaces", inside)]
     found += [finding for host in by_host(facts).values() for finding in (*_gloo(host), *_nccl(host))]
@@ -106,17 +106,26 @@ def _gloo(host: Sequence[Facts]) -> list[Finding]:
     first, here, named = host[0], who(host), host[0].variables.get(_GLOO, "")
     nic = first.nic(named.split(",")[0].strip()) if named else _by_name(first)
     how = f"{_GLOO}={named}" if named else f"the host's name resolves to {first.name_address or 'nothing'} (/etc/hosts)"
+    if (nic is None and named) or (place := _leads_nowhere(nic)) is None:
+        return []  # said by _unknown, or well
+    where, why = place
     fix = f"export {_GLOO}={way_out(first)}"
-    if nic is None and named:
-        return []  # said by _unknown
+    if not named and (taken := first.nic(first.towards_master)) is not None and _leads_nowhere(taken) is None:
+        detail = (
+            f"{how}, {why}. gradsync.init() takes {taken.name} ({taken.address}) instead, as this check-up did; "
+            f"init_process_group alone would have gloo listen on {where}"
+        )
+        return [Finding(Grade.NOTE, f"the host's name leads to {where} on {here}", detail, fix)]
+    return [Finding(Grade.WRONG, f"gloo listens on {where} on {here}", f"{how}, {why}", fix)]
+
+
+def _leads_nowhere(nic: Nic | None) -> tuple[str, str] | None:
+    """What it is, and why no other host may reach it there; None if one can."""
     if nic is None or _is_loopback(nic):
-        also = "" if named else "; gradsync.init() looks for the way out itself, but init_process_group does not"
-        detail = f"{how}, which no other host can reach{also}"
-        return [Finding(Grade.WRONG, f"gloo listens on loopback on {here}", detail, fix)]
-    if nic.name.startswith(_INDOORS + _TUNNELS):
-        kind = "a bridge inside the host" if nic.name.startswith(_INDOORS) else "a tunnel"
-        return [Finding(Grade.WRONG, f"gloo listens on {nic.name} on {here}", f"{how}, which is {kind}", fix)]
-    return []
+        return "loopback", "which no other host can reach"
+    if nic.name.startswith(_INDOORS):
+        return nic.name, "which is a bridge inside the host"
+    return (nic.name, "which is a tunnel") if nic.name.startswith(_TUNNELS) else None
 
 
 def _nccl(host: Sequence[Facts]) -> list[Finding]:

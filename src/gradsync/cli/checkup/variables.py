@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from gradsync.cli.checkup.facts import Facts
-from gradsync.cli.checkup.finding import Finding, Grade, by_host, who
+from gradsync.cli.checkup.finding import Finding, Grade, by_host, on_one_host, who
 from gradsync.units import show_nbytes
 
 _LITTLE_NBYTES = 256 << 20  # what a rank's trace may take, twice
@@ -124,7 +124,7 @@ def _apply(rule: Rule, facts: Sequence[Facts]) -> list[Finding]:
 
 def _master(facts: Sequence[Facts]) -> list[Finding]:
     odd = [each for each in facts if each.master.startswith(_LOOPBACK)]
-    if not odd or (odd[0].num_nodes <= 1 and len(by_host(facts)) == 1):
+    if not odd or on_one_host(facts):
         return []
     detail = f"{max(odd[0].num_nodes, len(by_host(facts)))} hosts take part, and each would look for rank 0 on itself"
     fix = "export MASTER_ADDR=HOST_OF_RANK_0    # torchrun: --rdzv-endpoint=HOST_OF_RANK_0:29500"
