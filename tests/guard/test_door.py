@@ -263,12 +263,6 @@ def test_groups_without_parameters_count_too(run: Any) -> None:
 # What one rank refuses, alone
 
 
-def with_foreign_hook() -> nn.Module:
-    model = net()
-    model.last.weight.register_post_accumulate_grad_hook(print)
-    return model
-
-
 def all_frozen() -> nn.Module:
     return net().requires_grad_(False)
 
@@ -330,12 +324,6 @@ REFUSALS: dict[str, tuple[Callable[[], Arguments], str]] = {
     "lazy": (
         lambda: on_model(net(last=nn.LazyLinear(2))),
         "ValueError: parameter last.weight is lazy and has no shape yet; run one forward before attach",
-    ),
-    "a hook of the user's": (
-        lambda: on_model(with_foreign_hook()),
-        "ValueError: parameter last.weight has a post-accumulate hook of its own (<built-in function print>), which "
-        "would see the gradient before it is averaged; remove it, and attach it after backward() or in an optimizer "
-        "hook instead",
     ),
     "nothing to train": (
         lambda: on_model(all_frozen()),

@@ -16,13 +16,14 @@ from torch.optim import Optimizer
 from gradsync.engine.announcing import say
 from gradsync.engine.building import Builder
 from gradsync.engine.inventory import Inventory, take_inventory
-from gradsync.engine.pacing import check_pace
+from gradsync.engine.pacing import check_hooked, check_pace
 from gradsync.engine.pilot import Pilot
 from gradsync.engine.plainly import NOTICE, is_disabled, plain
 from gradsync.engine.replicas import Buffers, broadcast_optimizer, broadcast_tensors
 from gradsync.engine.steps import Steps
 from gradsync.engine.synchronizer import GradSync
 from gradsync.engine.tracing import Tracing, accord, open_tracer, wanted
+from gradsync.engine.user_hooks import hooked
 from gradsync.engine.watch import Watch
 from gradsync.errors import Disagreement
 from gradsync.guard.findings import Findings
@@ -100,6 +101,7 @@ def attach_engine(
         auto, plan = (plan, PROFILING) if isinstance(plan, Auto) else (None, plan)
         check_pace(plan, guard, optimizers)
         inventory = take_inventory(model, optimizers, ignore)
+        check_hooked(plan, hooked(inventory.entries))
     except (TypeError, ValueError) as error:
         if size == 1:
             raise

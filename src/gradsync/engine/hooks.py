@@ -17,7 +17,6 @@ import dataclasses
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
@@ -27,6 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradsync.engine.bucket import Entry
+from gradsync.engine.user_hooks import GradientHook, UserHooks
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -47,11 +47,16 @@ class Hooks:
     """All hooks of one GradSync."""
 
     def __init__(
-        self, listener: Listener, model: torch.nn.Module, optimizers: Iterable[Optimizer], observes: bool = False
+        self,
+        listener: Listener,
+        model: torch.nn.Module,
+        optimizers: Iterable[Optimizer],
+        user_hooks: UserHooks | None = None,
     ) -> None:
-        """`observes`: parameters do not keep the listener, which ends with `model`, a wrapper that they may survive."""
+        """Without `user_hooks` it is an observer's: parameters do not keep the listener, which ends with `model`, a
+        wrapper that they may survive, and the users' hooks are autograd's affair."""
         self._listener = listener
-        self._observes = observes
+        self._user_hooks = user_hooks
         self.handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(self._before_forward),
             model.register_forward_hook(self._after_forward),
@@ -66,8 +71,10 @@ class Hooks:
         arrived = self._listener.arrived
         for entry in entries:
             if entry.param.requires_grad and entry.index not in self._hooked:
-                hook = GradientHook(weakly(arrived) if self._observes else arrived, entry)
-                hook.observes = self._observes
+                hook = GradientHook(weakly(arrived) if self._user_hooks is None else arrived, entry)
+                hook.observes = self._user_hooks is None
+                if self._user_hooks is not None:
+                    self._user_hooks.take_over(entry)
                 self.handles.append(entry.param.register_post_accumulate_grad_hook(hook))
                 self._hooked.add(entry.index)
 
@@ -123,18 +130,6 @@ class Hooks:
         return _silent_hooks, ()
 
 
-class GradientHook(partial[None]):
-    """A parameter's hook, of a type of its own so that a second attach recognizes it."""
-
-    observes = False  # of an observer, not of a GradSync
-
-    def __deepcopy__(self, memo: object) -> GradientHook:
-        return GradientHook(_ignore)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return GradientHook, (_ignore,)
-
-
 class _Silent:
     """A listener that hears nothing."""
 
@@ -148,7 +143,7 @@ class _Silent:
 
 def _silent_hooks() -> Hooks:
     hooks = Hooks.__new__(Hooks)
-    hooks._listener, hooks.handles, hooks._hooked, hooks._observes = _Silent(), [], set(), False
+    hooks._listener, hooks.handles, hooks._hooked, hooks._user_hooks = _Silent(), [], set(), None
     return hooks
 
 
@@ -168,9 +163,6 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
         return None if found is None else found(*args)
 
     return call
-
-
-def _ignore(*_: object) -> None: ...
 
 
 def _closure(args: Args, kwargs: Kwargs) -> Callable[[], Any] | None:

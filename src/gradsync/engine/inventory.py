@@ -12,8 +12,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from gradsync.engine.bucket import Entry
-from gradsync.engine.hooks import GradientHook
 from gradsync.engine.replicas import BufferSite
+from gradsync.engine.user_hooks import GradientHook
 
 _ATTACHED = "attached already; call detach() on that GradSync"
 
@@ -165,10 +165,6 @@ def _refuse_parameter(name: str, param: torch.Tensor) -> None:
         if isinstance(hook, GradientHook):
             whose = "observed already; call close() on its observer" if hook.observes else _ATTACHED
             raise ValueError(f"parameter {name} is {whose} first")
-        raise ValueError(
-            f"parameter {name} has a post-accumulate hook of its own ({hook!r}), which would see the gradient "
-            "before it is averaged; remove it, and attach it after backward() or in an optimizer hook instead"
-        )
 
 
 def _refuse_optimizers(entries: list[Entry], optimizers: Sequence[Optimizer], ignored: set[int]) -> None:

@@ -41,6 +41,15 @@ def check_pace(plan: Plan, guard: Guard, optimizers: Sequence[Optimizer]) -> Non
         )
 
 
+def check_hooked(plan: Plan, names: Sequence[str]) -> None:
+    """Refuse post-accumulate hooks, of the parameters of these names, where the optimizer must step by itself."""
+    if names and isinstance(plan.pace, paces.AsyncSGD):
+        raise ValueError(
+            f"parameter {names[0]} has a post-accumulate hook, but async_sgd sends gradients to their owners in "
+            "optimizer.step(), which an optimizer in such a hook would keep from them: remove it, or use another pace"
+        )
+
+
 def open_pace(plan: Plan, site: Site, parent: dist.ProcessGroup, scaler: GradScaler | None = None) -> Pace:
     """Every rank calls this at once, with equal parameters."""
     match plan.pace:

@@ -92,6 +92,7 @@ class Reducer:
         self._standing: list[tuple[Entry, torch.Tensor]] = []
         self.dropped = False  # whether the last synchronization came to nothing
         self.delivered = False  # whether it brought any rank's gradient
+        self.brought = b""  # the marks of whose gradients it brought
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -245,7 +246,8 @@ class Reducer:
             if not self.agenda.learned and self.lane.groups.rank == 0:
                 warn_if_same_data(headers)
             self._hand_out(headers)
-        self.delivered = not self.dropped and any(headers.any(Mark.USED))
+        self.brought = b"" if self.dropped else headers.any(Mark.USED)
+        self.delivered = any(self.brought)
         self._buffers.finish(self.lane)
         unit = self.weighting.unit
         self.weighting.follow(headers)

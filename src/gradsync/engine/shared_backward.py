@@ -25,6 +25,7 @@ import torch
 from gradsync.engine.hooks import queue_callback
 
 Wait = Callable[[], None]
+Then = Callable[[], None]
 
 
 class _Backward(threading.local):
@@ -33,34 +34,41 @@ class _Backward(threading.local):
     task = -1
 
     def __init__(self) -> None:
-        self.waits: list[Wait] = []
+        self.waits: list[tuple[Wait, Then]] = []
 
 
 _last = _Backward()
 
 
-def conclude(wait: Wait) -> None:
-    """From a callback at the end of backward: run `wait` when all models have launched, beside those of the others."""
+def conclude(wait: Wait, then: Then) -> None:
+    """From a callback at the end of backward: run `wait` when all models have launched, beside those of the others.
+
+    When all have ended `then` is called on this thread, unless that one's wait raised.
+    """
     task = torch._C._current_graph_task_id()
     if _last.task != task:
         _last.task, _last.waits = task, []
         queue_callback(partial(_run, _last.waits))
-    _last.waits.append(wait)
+    _last.waits.append((wait, then))
 
 
-def _run(waits: list[Wait]) -> None:
+def _run(waits: list[tuple[Wait, Then]]) -> None:
     """Return when all have ended; raise what the first of them raised, if any did."""
-    others, own = waits[:-1], waits[-1]
-    if not others:
-        own()
+    if len(waits) == 1:
+        wait, then = waits[0]
+        wait()
+        then()
         return
     here = _Here()
-    turns = [_Turn(partial(here.run, wait)) for wait in others]
-    last = _Turn(own, starts=False)
-    last.run()
+    turns = [_Turn(partial(here.run, wait)) for wait, _ in waits[:-1]]
+    turns.append(_Turn(waits[-1][0], starts=False))
+    turns[-1].run()
     for turn in turns:
         turn.join()
-    for turn in (*turns, last):
+    for turn, (_, then) in zip(turns, waits, strict=True):
+        if turn.error is None:
+            then()
+    for turn in turns:
         if turn.error is not None:
             raise turn.error
 

@@ -20,9 +20,11 @@ from gradsync.engine.building import Engine
 from gradsync.engine.census import Census
 from gradsync.engine.hooks import Hooks, queue_callback, recomputing
 from gradsync.engine.late_hooks import LateHooks
+from gradsync.engine.pacing import check_hooked
 from gradsync.engine.shared_backward import conclude
 from gradsync.engine.tracing import Tracing
 from gradsync.engine.turns import Turns
+from gradsync.engine.user_hooks import UserHooks
 from gradsync.engine.witness import Both, Nobody, Witness
 from gradsync.errors import BackwardAborted, GradSyncError, NonFinite, PeerFault
 from gradsync.guard.calls import Call, meet
@@ -55,12 +57,15 @@ class Steps:
         self.turns = Turns(optimizers)
         self._trainable = [entry.param.requires_grad for entry in self._entries]
         self._census = Census(model, self._entries, ignored)
+        self.user_hooks = UserHooks(self._entries)
+        self.user_hooks.check = lambda name: check_hooked(self.plan, [name])
         self.install(engine)
         self._lock = threading.Lock()  # autograd has a thread per device, and each may bring the first gradient
         # One rank alone has nothing to hear of: it costs nothing.
-        self._hooks = Hooks(self, model, optimizers) if listens else None
+        self._hooks = Hooks(self, model, optimizers, self.user_hooks) if listens else None
         if self._hooks is not None:
             self._hooks.listen(self._entries)
+            self.user_hooks.take_over_optimizers()
 
     def install(self, engine: Engine) -> None:
         """Work with this one from now on; nothing of a synchronization exists yet."""
@@ -118,6 +123,8 @@ class Steps:
 
     def before_step(self, optimizer: Optimizer, closure: bool) -> None:
         """`optimizer.step()` is called; with a closure its backward is still to come."""
+        if self.user_hooks.delivering:  # by a hook, which applies what was brought
+            return
         self.drop_if_aborted()
         self._census.check_optimizer(optimizer)
         self._notice_changes(unheard=True)
@@ -130,6 +137,8 @@ class Steps:
 
     def after_step(self, optimizer: Optimizer, closure: bool) -> None:
         """`optimizer.step()` has run."""
+        if self.user_hooks.delivering:
+            return
         self.witness.optimizer_ends()
         self.turns.step_ended()
         with self.failing():
@@ -157,6 +166,7 @@ class Steps:
             self.turns.backward_ended()
             self.reducer.backwards += self.pace.per_batch
             self._end_of_backwards(self.pace.per_batch, self.synchronize_now)
+            self.user_hooks.deliver()
         self.turns.stepped(optimizer)
 
     # The way of a backward; see [Side by side] in shared_backward.py
@@ -166,6 +176,7 @@ class Steps:
         self.witness.border()  # usually before forward already
         self._in_backward = True
         self._fired = False
+        self.user_hooks.take_over_optimizers()
         self.vote_if_joining()
         with self.failing():
             self.pace.before_backward()
@@ -218,7 +229,7 @@ class Steps:
         if self.pace.engine_averages:
             self._end_of_backwards(1, self._launch)
         else:  # such a pace may wait here
-            conclude(partial(self._end_of_backwards, 1, self._launch))
+            conclude(partial(self._end_of_backwards, 1, self._launch), self.user_hooks.deliver)
 
     def _end_of_backwards(self, count: int, synchronize: Callable[[], None]) -> None:
         synchronizes = False
@@ -226,6 +237,7 @@ class Steps:
         try:
             with self.failing():
                 synchronizes = self.pace.after_backward(count, self._spoiled)
+            self.user_hooks.expect(self.pace, self.reducer.marks, self._spoiled)
         finally:  # a NaN that is raised ends the step too
             if not self.pace.engine_averages:  # the pace has seen to everything
                 self.reducer.forget()
@@ -239,7 +251,7 @@ class Steps:
         with self.failing():
             self.reducer.watch.paused = self.joining
             self.reducer.launch_rest(self.pace.micro_batches, self._flags(), self._source(), self.turns.steps())
-        conclude(self._settle)
+        conclude(self._settle, self.user_hooks.deliver)
 
     def _settle(self) -> None:
         with self.failing():
@@ -252,6 +264,7 @@ class Steps:
             with self.failing():
                 self.reducer.finish()
             counts = in_backward and not self.reducer.dropped
+            self.user_hooks.brought = self.reducer.brought
         finally:  # a NaN that is raised ends the step too
             self.pace.averaged()
             self.turns.begin_anew(sure=self.reducer.delivered)
@@ -275,6 +288,7 @@ class Steps:
             self.reducer.launch_rest(micro_batches, flags | self._flags(), self._source(), self.turns.steps())
             self.reducer.settle_first()
         self._finish(in_backward=False)
+        self.user_hooks.deliver()
 
     def keep_company(self) -> None:
         """Take part in the others' synchronization without a gradient and with weight 0.
@@ -303,6 +317,9 @@ class Steps:
             )
         with self.failing():
             more = self.pace.drain()
+        if more:
+            self.user_hooks.expect(self.pace, self.reducer.marks)
+            self.user_hooks.deliver()
         if self.unsynchronized:
             self.reducer.forget()
             self.unsynchronized = False
@@ -322,6 +339,7 @@ class Steps:
         if fired and not self.no_sync_depth:
             self._spoiled = True
             self._end_of_backwards(1, self.synchronize_now)
+            self.user_hooks.deliver()
 
     def meet(self, call: Call, word: bytes = bytes(8), flags: Flag = Flag.NONE) -> list[Head]:
         """Wait until every rank is in this call."""

@@ -65,7 +65,7 @@ class Observer:
         self._in_backward = False
         self._fired = False
         self._begin_step()
-        self._hooks = Hooks(self, ddp, (), observes=True)
+        self._hooks = Hooks(self, ddp, ())
         self._hooks.listen(entries)
         self._optimizer_hooks: list[RemovableHandle] = [
             register_optimizer_step_pre_hook(weakly(self._before_step)),
