@@ -119,7 +119,11 @@ def _encode_block(
 
 @triton.jit
 def _floor(size, kept, LANES: tl.constexpr):
-    """A threshold that is too small or right: the one for the largest of each group, as each is another element."""
+    """A threshold that is too small or right: the one for the largest of each group, as each is another element.
+
+    0 where fewer groups have an element than are kept, as in a short block. `high` sinks in every round, so that there
+    are nine at most.
+    """
     low = tl.zeros_like(kept)
     if LANES >= 32:
         # Groups as elements lie in registers: each is what one thread has.
@@ -127,7 +131,7 @@ def _floor(size, kept, LANES: tl.constexpr):
         if kept <= LANES:
             high = tl.max(largest, 0) + 1
             number, stride = tl.zeros_like(kept), _STRIDE + 0
-            while number < kept:
+            while (number < kept) & (high > 0):
                 low = tl.maximum(high - stride, 0)
                 number = _count(largest >= low)
                 high, stride = tl.where(number < kept, low, high), stride * 2

@@ -15,7 +15,7 @@ TARGET static int32_t NAME(count)(const int16_t *keys, int32_t n, int16_t least)
  * at the largest key, one binary order below it, then two more, and so on: the threshold is hardly ever far away. */
 TARGET static int16_t NAME(threshold)(const int16_t *keys, int32_t n, int32_t kept, int32_t largest, int32_t *ties) {
     int32_t low = largest + 1, high = low, step = 128, reach = 0, above = 0; /* keys ≥ low, keys ≥ high */
-    while (reach < kept) {
+    while (reach < kept && low > 0) { /* all keys reach 0: there is an end whatever the table says */
         high = low, above = reach;
         low = low > step ? low - step : 0;
         step *= 2;
