@@ -118,4 +118,5 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
+    "Connection": "close",  # a second request needs a second connection, with a time limit of its own
 }

@@ -23,17 +23,17 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gradsync.errors import GradSyncError
+from gradsync.report.live import hurry
 from gradsync.report.live.feed import Feed
 from gradsync.report.live.gate import LOOPBACK, Gate, Key
 from gradsync.report.page import SCRIPT, document
 
-_MOST_CONNECTIONS = 32
 _MOST_TOKEN = 256  # bytes
 _MOST_HEAD = 16 << 10  # bytes of a request's head
-_HURRY_S = 10.0  # to send a request
+_MOST_KNOWN = 32  # connections that were answered: streams of events, in the main
+_GONE_S = 30.0  # without an acknowledgement
 _LOOK_S = 1.0
 _TICK = 10  # looks after which something is sent even if nothing changed: a dead connection is noticed
 
@@ -46,37 +46,26 @@ _DOOR = (
 )
 
 
-class _Hurried(H11Protocol):
-    """Ends connections that do not send a whole request in time: they would keep others out."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self.loop.call_later(_HURRY_S, self._check)
-
-    def _check(self) -> None:
-        if self.cycle is None:
-            self.transport.close()
-
-
 class Server:
     """One folder's page on one address."""
 
     def __init__(self, folder: Path, host: str = "127.0.0.1", port: int = 0, token: str | None = None) -> None:
         """OSError if the address is not ours or taken. `token`: None for a random one."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=_MOST_CONNECTIONS)
+        self._socket = socket.create_server((host, port), family=family, backlog=hurry.MOST_STRANGERS)
+        # A host that is gone without a word is noticed by what it does not acknowledge; connections inherit this.
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * _GONE_S))
         self._key = Key(token)
         self._closing = asyncio.Event()
         self._feed = Feed(folder)
         everywhere = host in ("0.0.0.0", "::")
         names = LOOPBACK | {host.lower()} | ({socket.gethostname().lower()} if everywhere else set())
-        config: dict[str, Any] = {"http": _Hurried, "ws": "none", "lifespan": "off", "log_level": "error"}
+        config: dict[str, Any] = {"http": hurry.Hurried, "ws": "none", "lifespan": "off", "log_level": "error"}
         self._uvicorn = uvicorn.Server(
             uvicorn.Config(
                 Gate(self._routes(), names, everywhere),
-                limit_concurrency=_MOST_CONNECTIONS,
+                limit_concurrency=hurry.MOST_STRANGERS + _MOST_KNOWN,
                 h11_max_incomplete_event_size=_MOST_HEAD,
-                timeout_keep_alive=5,
                 timeout_graceful_shutdown=2,
                 access_log=False,
                 proxy_headers=False,
@@ -140,11 +129,11 @@ class Server:
 
     async def _enter(self, request: Request) -> Response:
         try:
-            token = await asyncio.wait_for(_body(request), _HURRY_S)
+            token = await asyncio.wait_for(_body(request), hurry.HURRY_S)
         except (TimeoutError, ClientDisconnect):
-            return PlainTextResponse("That took too long.\n", 408, {"Connection": "close"})
+            return PlainTextResponse("That took too long.\n", 408)
         if token is None or not self._key.fits(token):
-            return PlainTextResponse("That is not the token.\n", 401, {"Connection": "close"})
+            return PlainTextResponse("That is not the token.\n", 401)
         return Response(status_code=204, headers={"Set-Cookie": self._key.cookie()})
 
     async def _metrics(self, request: Request) -> Response:
