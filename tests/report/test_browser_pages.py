@@ -89,14 +89,35 @@ def test_in_the_dark_the_page_is_dark_and_stays_readable(driver: Chrome, report:
             assert abs(behind - text) > 0.5
 
 
-@pytest.mark.parametrize("width", [360, 768])
-def test_a_narrow_screen_does_not_scroll_sideways(driver: Chrome, report: Path, width: int) -> None:
+SHOWN = """return [...document.querySelectorAll('.drawn')].filter(e => e.offsetHeight).map(e => {
+  const texts = [...e.querySelectorAll('text')], box = e.getBoundingClientRect();
+  const ends = texts.map(t => t.getBoundingClientRect()), sizes = texts.map(t => t.getBoundingClientRect().height);
+  return [e.className, box.left, box.right, e.scrollWidth - e.clientWidth,
+          Math.min(...ends.map(r => r.left)), Math.max(...ends.map(r => r.right)), Math.min(...sizes)];
+})"""
+
+
+@pytest.mark.parametrize("width", [360, 500, 768, 1100])
+def test_on_any_screen_every_picture_is_whole_to_its_end_which_is_now(driver: Chrome, report: Path, width: int) -> None:
     resize(driver, width)
     driver.get(report.as_uri())
     assert driver.execute_script("return document.documentElement.scrollWidth") <= width
-    if width == 360:  # but its pictures do, each for itself
-        script = "return [...document.querySelectorAll('.wide')].filter(e => e.scrollWidth > e.clientWidth).length"
-        assert driver.execute_script(script) >= 4
+    shown = driver.execute_script(SHOWN)
+    assert len(shown) == 4
+    for kind, left, right, hidden, first, last, height in shown:
+        assert kind == ("drawn narrow" if width < 704 else "drawn wide")
+        assert left >= 0
+        assert right <= width
+        assert hidden == 0
+        assert left - 1 <= first < last <= right + 1
+        assert height > 9  # px: it can be read
+    [now] = driver.execute_script(
+        "return [...document.querySelectorAll('#overhead .drawn')].filter(e => e.offsetHeight)"
+        ".map(e => [...e.querySelectorAll('text')].filter(t => t.textContent === '300')"
+        ".map(t => t.getBoundingClientRect().right))"
+    )
+    assert len(now) == 1
+    assert now[0] <= width
 
 
 def test_hostile_names_neither_run_nor_widen_the_page(driver: Chrome, tmp_path: Path) -> None:
@@ -137,17 +158,17 @@ def test_a_wrong_token_stays_outside(driver: Chrome, tmp_path: Path) -> None:
 
 def test_the_live_page_follows_the_run_to_its_end(driver: Chrome, tmp_path: Path) -> None:
     grow(tmp_path, 20)
-    resize(driver, 360)
+    resize(driver, 240)  # only the table of parameters has to be scrolled
     with serving(tmp_path) as server:
         driver.get(server.url)
         until(driver, lambda: status(driver) == "running, step 20")
-        driver.execute_script("document.querySelector('#overhead .wide').scrollLeft = 77")
+        driver.execute_script("document.querySelector('#parameters .wide').scrollLeft = 17")
         before = driver.find_element(By.ID, "overhead").get_attribute("innerHTML")
         grow(tmp_path, 21)
         until(driver, lambda: status(driver) == "running, step 21")
         assert driver.find_element(By.ID, "overhead").get_attribute("innerHTML") != before
-        assert driver.execute_script("return document.querySelector('#overhead .wide').scrollLeft") == 77
-        assert driver.execute_script("return document.documentElement.scrollWidth") <= 360
+        assert driver.execute_script("return document.querySelector('#parameters .wide').scrollLeft") == 17
+        assert driver.execute_script("return document.documentElement.scrollWidth") <= 240
         finish(tmp_path, 21)
         until(driver, lambda: status(driver) == "the run ended after step 21")
         assert complaints(driver) == []

@@ -35,16 +35,16 @@ def draw_heat(table: Table, late: dict[tuple[int, int], Late]) -> str:
     )
     height = _ROW if len(ranks) <= 12 else _LOW_ROW
     foot = _TOP + height * len(ranks)
-    parts: list[str] = []
-    for number, (rank, row) in enumerate(zip(ranks, cells, strict=True)):
-        parts += _row(rank, columns, row, darkest_s, (_TOP + height * number, height))
+
+    def draw(frame: svg.Frame) -> svg.Drawing:
+        parts: list[str] = []
+        for number, (rank, row) in enumerate(zip(ranks, cells, strict=True)):
+            parts += _row(frame, rank, columns, row, darkest_s, (_TOP + height * number, height))
+        parts += svg.step_axis(frame, [column[0] for column in columns], columns[-1][-1], foot + 16)
+        return foot + _FOOT, parts
+
     label = f"Lateness of {len(ranks)} ranks in {steps(columns[0][0], columns[-1][-1])}"
-    drawing = svg.picture(
-        "heat",
-        foot + _FOOT,
-        [*parts, *svg.step_axis([column[0] for column in columns], columns[-1][-1], foot + 16)],
-        label,
-    )
+    drawing = svg.picture("heat", label, draw)
     return f"{drawing}{_key(darkest_s)}<p>{_caption(table, ranks, columns)}</p>"
 
 
@@ -62,19 +62,24 @@ def _mean_late(rank: int, column: Sequence[int], late: dict[tuple[int, int], Lat
 
 
 def _row(
-    rank: int, columns: Sequence[Sequence[int]], row: Sequence[float | None], darkest_s: float, at: tuple[float, float]
+    frame: svg.Frame,
+    rank: int,
+    columns: Sequence[Sequence[int]],
+    row: Sequence[float | None],
+    darkest_s: float,
+    at: tuple[float, float],
 ) -> Iterator[str]:
     y, height = at
-    yield svg.text("y", svg.LEFT - 10, y + height / 2 + 4, f"rank {rank}")
-    yield svg.rect("on-time", svg.LEFT, y, svg.WIDTH - svg.LEFT - svg.RIGHT, height - 2)
-    width = (svg.WIDTH - svg.LEFT - svg.RIGHT) / len(columns)
+    yield svg.text("y", frame.left - 10, y + height / 2 + 4, f"rank {rank}")
+    yield svg.rect("on-time", frame.left, y, frame.plot, height - 2)
+    width = frame.plot / len(columns)
     for index, (column, late_s) in enumerate(zip(columns, row, strict=True)):
-        x = svg.LEFT + width * index
+        x = frame.left + width * index
         if late_s is None:
             yield svg.rect("absent", x, y, width, height - 2)
         elif shade := _shade(late_s, darkest_s):
             says = f"rank {rank}, {steps(column[0], column[-1])}: {show_seconds(late_s)} late"
-            yield svg.rect(f"h{shade}", x, y, width - (0.6 if width > 4 else 0), height - 2, says)
+            yield svg.rect(f"h{shade}", x, y, width - (0.6 if width > 4 else 0), height - 2, frame.tip(says))
 
 
 def _shade(late_s: float, darkest_s: float) -> int:

@@ -51,10 +51,14 @@ def draw_overhead(table: Table) -> str:
     top = min(1.0, round_up(1.1 * max(max(point.both for point in points), 0.02)))
     slowest = round_up(1.15 * quantile([point.step_s for point in points], 0.97))
     foot = _TOP + _HIGH + _BETWEEN + _LOW
-    parts = [*_shares(points, top), *_times(points, slowest), *_tips(points, foot)]
-    parts += svg.step_axis([point.first for point in points], points[-1].last, foot + 18)
+
+    def draw(frame: svg.Frame) -> svg.Drawing:
+        parts = [*_shares(frame, points, top), *_times(frame, points, slowest), *_tips(frame, points, foot)]
+        parts += svg.step_axis(frame, [point.first for point in points], points[-1].last, foot + 18)
+        return foot + 24, parts
+
     usual = show_share(mean(point.both for point in points))
-    drawing = svg.picture("overhead", foot + 24, parts, f"Overhead over time: {usual} of the step on average")
+    drawing = svg.picture("overhead", f"Overhead over time: {usual} of the step on average", draw)
     colours = svg.key(
         ("network", "waits for the exchange itself"), ("late", "waits for a late rank"), ("pace", "step time")
     )
@@ -76,44 +80,46 @@ def _together(group: Sequence[Cost]) -> Cost:
     return Cost(group[0].first, group[-1].last, late, network, quantile([cost.step_s for cost in group], 0.5))
 
 
-def _shares(points: Sequence[Cost], top: float) -> Iterator[str]:
+def _shares(frame: svg.Frame, points: Sequence[Cost], top: float) -> Iterator[str]:
     def y(share: float) -> float:
         return _TOP + _HIGH * (1 - min(1.0, share / top))
 
     for part in range(5):
         height = y(top * part / 4)
-        yield svg.line("grid", svg.LEFT, height, svg.WIDTH - svg.RIGHT, height)
-        yield svg.text("y pale", svg.LEFT - 10, height + 4, show_share(top * part / 4))
-    network = [(_x(index, points), y(point.network)) for index, point in enumerate(points)]
-    both = [(_x(index, points), y(point.both)) for index, point in enumerate(points)]
+        yield svg.line("grid", frame.left, height, frame.end, height)
+        yield svg.text("y pale", frame.left - 10, height + 4, show_share(top * part / 4))
+    network = [(_x(frame, index, points), y(point.network)) for index, point in enumerate(points)]
+    both = [(_x(frame, index, points), y(point.both)) for index, point in enumerate(points)]
     floor = [(network[-1][0], y(0)), (network[0][0], y(0))]
     yield svg.path("area network", [*network, *floor], closed=True)
     yield svg.path("area late", [*both, *reversed(network)], closed=True)
     yield svg.path("edge", both)
 
 
-def _times(points: Sequence[Cost], slowest: float) -> Iterator[str]:
+def _times(frame: svg.Frame, points: Sequence[Cost], slowest: float) -> Iterator[str]:
     top = _TOP + _HIGH + _BETWEEN
 
     def y(step_s: float) -> float:
         return top + _LOW * (1 - min(1.0, step_s / slowest))
 
     for part in (0, 1):
-        yield svg.line("grid", svg.LEFT, y(slowest * part), svg.WIDTH - svg.RIGHT, y(slowest * part))
+        yield svg.line("grid", frame.left, y(slowest * part), frame.end, y(slowest * part))
         label = show_seconds(slowest) if part else "0"
-        yield svg.text("y pale", svg.LEFT - 10, y(slowest * part) + 4, label)
-    yield svg.path("pace", [(_x(index, points), y(point.step_s)) for index, point in enumerate(points)])
+        yield svg.text("y pale", frame.left - 10, y(slowest * part) + 4, label)
+    yield svg.path("pace", [(_x(frame, index, points), y(point.step_s)) for index, point in enumerate(points)])
 
 
-def _tips(points: Sequence[Cost], foot: float) -> Iterator[str]:
-    """Invisible columns that carry the numbers."""
-    width = (svg.WIDTH - svg.LEFT - svg.RIGHT) / len(points)
+def _tips(frame: svg.Frame, points: Sequence[Cost], foot: float) -> Iterator[str]:
+    """Invisible columns that carry the numbers, where there is a mouse."""
+    if frame is svg.NARROW:
+        return
+    width = frame.plot / len(points)
     for index, point in enumerate(points):
         says = (
             f"{steps(point.first, point.last)}: {show_share(point.both)} exposed, {show_share(point.late)} of the step "
             f"for a late rank; step time {show_seconds(point.step_s)}"
         )
-        yield svg.rect("tip", svg.LEFT + width * index, _TOP, width, foot - _TOP, says)
+        yield svg.rect("tip", frame.left + width * index, _TOP, width, foot - _TOP, says)
 
 
 def _caption(points: Sequence[Cost]) -> str:
@@ -122,6 +128,6 @@ def _caption(points: Sequence[Cost]) -> str:
     return said + (f" Each point stands for up to {most} steps." if most > 1 else "")
 
 
-def _x(index: int, points: Sequence[Cost]) -> float:
+def _x(frame: svg.Frame, index: int, points: Sequence[Cost]) -> float:
     """In the middle of its column, but the first and the last reach the edges."""
-    return svg.x_at(index / (len(points) - 1))
+    return frame.x_at(index / (len(points) - 1))

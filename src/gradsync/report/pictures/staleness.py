@@ -31,8 +31,12 @@ def draw_staleness(run: RunTrace) -> str:
     if not total or not any(high for (_, high), count in found.items() if count):
         return ""
     foot = _TOP + _HIGH
-    parts = [svg.line("grid", svg.LEFT, foot, svg.WIDTH - svg.RIGHT, foot), *_bars(found, total, foot)]
-    drawing = svg.picture("staleness", foot + _FOOT, parts, f"Histogram of the staleness of {total} updates")
+
+    def draw(frame: svg.Frame) -> svg.Drawing:
+        floor = svg.line("grid", frame.left, foot, frame.end, foot)
+        return foot + _FOOT, [floor, *_bars(frame, found, total, foot)]
+
+    drawing = svg.picture("staleness", f"Histogram of the staleness of {total} updates", draw)
     return f"{drawing}<p>Updates by the number of versions they missed, {total:,} in all.</p>"
 
 
@@ -50,13 +54,13 @@ def _told(trace: RankTrace) -> dict[tuple[int, int], int]:
     return {}
 
 
-def _bars(found: Mapping[tuple[int, int], int], total: int, foot: float) -> Iterator[str]:
+def _bars(frame: svg.Frame, found: Mapping[tuple[int, int], int], total: int, foot: float) -> Iterator[str]:
     highest = max(found.values())
-    width = min(110.0, (svg.WIDTH - svg.LEFT - svg.RIGHT) / len(found))
+    width = min(110.0, frame.plot / len(found))
     for index, ((low, high), count) in enumerate(found.items()):
-        x, height = svg.LEFT + width * index, _HIGH * count / highest
+        x, height = frame.left + width * index, _HIGH * count / highest
         label = str(low) if low == high else f"{low}–{high}"
         says = f"staleness {label}: {count:,} updates, {show_share(count / total)}"
-        yield svg.rect("wire", x + 4, foot - height, width - 8, height, says)
+        yield svg.rect("wire", x + 4, foot - height, width - 8, height, frame.tip(says))
         yield svg.text("x pale", x + width / 2, foot - height - 6, show_share(count / total))
         yield svg.text("x", x + width / 2, foot + 17, label)

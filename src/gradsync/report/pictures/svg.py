@@ -2,16 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-
-WIDTH = 920  # px, of every picture: they share their left and right edge
-LEFT, RIGHT = 96, 14
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 
-def picture(kind: str, height: float, parts: Iterable[str], label: str) -> str:
-    """An SVG in a figure that scrolls by itself where the screen is narrow; `label` is for those who cannot see it."""
-    opening = f'<svg class="{kind}" viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{label}">'
-    return "\n".join(['<div class="wide" tabindex="0">' + opening, *parts, "</svg></div>"])
+class Frame(NamedTuple):
+    """The room for a picture: all pictures of a page share their left and right edge. In px."""
+
+    screen: str  # wide or narrow
+    width: float
+    left: float
+    right: float
+    ticks: int  # about, on an axis of time
+
+    @property
+    def plot(self) -> float:
+        """What is between the edges."""
+        return self.width - self.left - self.right
+
+    @property
+    def end(self) -> float:
+        """The right edge of the drawing."""
+        return self.width - self.right
+
+    def x_at(self, share: float) -> float:
+        """From 0 (the left edge of the drawing) to 1 (its right edge)."""
+        return self.left + self.plot * share
+
+    def tip(self, says: str) -> str:
+        """A tooltip, where there is a mouse."""
+        return says if self.screen == "wide" else ""
+
+
+WIDE = Frame("wide", 920, 96, 14, 8)
+NARROW = Frame("narrow", 344, 62, 6, 4)  # a phone's: drawn apart, or its end, which is now, would be off the screen
+
+Drawing = tuple[float, list[str]]  # its height, and what is in it
+
+
+def picture(kind: str, label: str, draw: Callable[[Frame], Drawing]) -> str:
+    """The picture for wide and for narrow screens; style.css shows one. `label` is for those who cannot see it."""
+    return "".join(_figure(kind, label, frame, *draw(frame)) for frame in (WIDE, NARROW))
+
+
+def _figure(kind: str, label: str, frame: Frame, height: float, parts: Sequence[str]) -> str:
+    opening = f'<svg class="{kind}" viewBox="0 0 {frame.width:g} {height:g}" role="img" aria-label="{label}">'
+    return "\n".join([f'<div class="drawn {frame.screen}">{opening}', *parts, "</svg></div>"])
 
 
 def rect(kind: str, x: float, y: float, width: float, height: float, says: str = "") -> str:
@@ -55,18 +91,13 @@ def key(*entries: tuple[str, str]) -> str:
     return f'<p class="key">{told}</p>'
 
 
-def step_axis(firsts: Sequence[int], last: int, y: float) -> Iterator[str]:
+def step_axis(frame: Frame, firsts: Sequence[int], last: int, y: float) -> Iterator[str]:
     """Numbers below columns: the step with which the first and the middle one begin, and the last step of all."""
-    yield text("pale", LEFT, y, f"step {firsts[0]}")
+    yield text("pale", frame.left, y, f"step {firsts[0]}")
     if len(firsts) > 2:
-        yield text("x pale", x_at((len(firsts) // 2) / len(firsts)), y, str(firsts[len(firsts) // 2]))
+        yield text("x pale", frame.x_at((len(firsts) // 2) / len(firsts)), y, str(firsts[len(firsts) // 2]))
     if len(firsts) > 1:
-        yield text("y pale", WIDTH - RIGHT, y, str(last))
-
-
-def x_at(share: float) -> float:
-    """From 0 (the left edge of the drawing) to 1 (its right edge)."""
-    return LEFT + (WIDTH - LEFT - RIGHT) * share
+        yield text("y pale", frame.end, y, str(last))
 
 
 def _px(value: float) -> str:

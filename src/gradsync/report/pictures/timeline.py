@@ -51,14 +51,18 @@ def draw_timeline(table: Table, late: dict[tuple[int, int], Late]) -> str:
     until_s = max((_length(cells[rank]) for rank in ranks), default=0.0)
     if until_s <= 0:
         return ""
-    parts: list[str] = []
-    y: float = _TOP
-    for rank in ranks:
-        rows = _lanes(_travels(cells[rank].buckets or []))
-        parts += _rank(rank, cells[rank], rows, y, until_s)
-        y += _COMPUTE + _LANE * len(rows) + _GAP
+    rows = {rank: _lanes(_travels(cells[rank].buckets or [])) for rank in ranks}
+
+    def draw(frame: svg.Frame) -> svg.Drawing:
+        parts: list[str] = []
+        y: float = _TOP
+        for rank in ranks:
+            parts += _rank(frame, rank, cells[rank], rows[rank], y, until_s)
+            y += _COMPUTE + _LANE * len(rows[rank]) + _GAP
+        return y + 22, [*parts, *_axis(frame, y, until_s)]
+
     label = f"Timeline of step {step}: computation and communication of {len(ranks)} ranks"
-    drawing = svg.picture("timeline", y + 22, [*parts, *_axis(y, until_s)], label)
+    drawing = svg.picture("timeline", label, draw)
     shown_cells = [cells[rank] for rank in ranks]
     return f"{drawing}{_key(shown_cells)}<p>{_caption(usual, ranks, cells)}</p>"
 
@@ -103,20 +107,24 @@ def _lanes(travels: Sequence[Travel]) -> list[list[Travel]]:
     return lanes
 
 
-def _rank(rank: int, step: Step, lanes: list[list[Travel]], y: float, until_s: float) -> Iterator[str]:
-    yield svg.text("y strong", svg.LEFT - 10, y + 16, f"rank {rank}")
+def _rank(
+    frame: svg.Frame, rank: int, step: Step, lanes: list[list[Travel]], y: float, until_s: float
+) -> Iterator[str]:
+    yield svg.text("y strong", frame.left - 10, y + 16, f"rank {rank}")
     for phase in step.phases[:_MOST_PHASES]:
         kind = phase.name if phase.name in PHASES else "other"
         says = f"rank {rank}, {shown(phase.name, 40)}: {_span(phase.start, phase.stop)}"
-        yield from _bar(kind, phase.start, phase.stop, (y, _COMPUTE), until_s, says, kind)
+        yield from _bar(frame, kind, phase.start, phase.stop, (y, _COMPUTE), until_s, says, kind)
     wait = [(phase.start, phase.stop) for phase in step.phases[:_MOST_PHASES] if phase.name == "wait"]
     for number, lane in enumerate(lanes):
         top = y + _COMPUTE + 3 + _LANE * number
         for travel in lane:
-            yield from _travel(rank, travel, wait, top, until_s)
+            yield from _travel(frame, rank, travel, wait, top, until_s)
 
 
-def _travel(rank: int, travel: Travel, wait: list[tuple[float, float]], y: float, until_s: float) -> Iterator[str]:
+def _travel(
+    frame: svg.Frame, rank: int, travel: Travel, wait: list[tuple[float, float]], y: float, until_s: float
+) -> Iterator[str]:
     """The bar, and over it in red what of it was exposed."""
     exposed = [(max(travel.start, start), min(travel.stop, stop)) for start, stop in wait]
     exposed = [(start, stop) for start, stop in exposed if stop > start]
@@ -124,28 +132,35 @@ def _travel(rank: int, travel: Travel, wait: list[tuple[float, float]], y: float
     span = _span(travel.start, travel.stop)
     says = f"rank {rank}, bucket {travel.label}: {span}, {show_nbytes(travel.nbytes)}{tail}"
     tall = (y, _LANE - 3)
-    yield from _bar("wire", travel.start, travel.stop, tall, until_s, says, "" if exposed else travel.label)
+    yield from _bar(frame, "wire", travel.start, travel.stop, tall, until_s, says, "" if exposed else travel.label)
     for start, stop in exposed:
-        yield from _bar("exposed", start, stop, tall, until_s, says, travel.label)
+        yield from _bar(frame, "exposed", start, stop, tall, until_s, says, travel.label)
 
 
 def _bar(
-    kind: str, start: float, stop: float, tall: tuple[float, float], until_s: float, says: str, label: str
+    frame: svg.Frame,
+    kind: str,
+    start: float,
+    stop: float,
+    tall: tuple[float, float],
+    until_s: float,
+    says: str,
+    label: str,
 ) -> Iterator[str]:
-    left, right = svg.x_at(_share(start, until_s)), svg.x_at(_share(stop, until_s))
+    left, right = frame.x_at(_share(start, until_s)), frame.x_at(_share(stop, until_s))
     y, height = tall
-    yield svg.rect(kind, left, y, right - left - 0.6, height, says)
+    yield svg.rect(kind, left, y, right - left - 0.6, height, frame.tip(says))
     if label and right - left > _LETTER * len(label) + 6:
         yield svg.text(f"x on-{kind}", (left + right) / 2, y + height / 2 + 4, label)
 
 
-def _axis(y: float, until_s: float) -> Iterator[str]:
-    yield svg.line("grid", svg.LEFT, y - 6, svg.WIDTH - svg.RIGHT, y - 6)
-    tick = round_up(until_s / 8)
+def _axis(frame: svg.Frame, y: float, until_s: float) -> Iterator[str]:
+    yield svg.line("grid", frame.left, y - 6, frame.end, y - 6)
+    tick = round_up(until_s / frame.ticks)
     for part in range(int(until_s / tick) + 1):
-        x = svg.x_at(_share(part * tick, until_s))
+        x = frame.x_at(_share(part * tick, until_s))
         yield svg.line("grid", x, y - 6, x, y - 1)
-        if x < svg.WIDTH - svg.RIGHT - 16:
+        if x < frame.end - 16:
             yield svg.text("pale x", x, y + 13, show_seconds(part * tick) if part else "0")
 
 
