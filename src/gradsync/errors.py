@@ -55,6 +55,13 @@ class SyncTimeout(PeerFault):
     """A rank is alive but did not arrive within `Guard.timeout` seconds."""
 
 
+# What to do where a rank ends before the others.
+JOIN = (
+    "if ranks have unequally many batches, train inside `with sync.join():` on every rank, or let all take equally "
+    "many steps"
+)
+
+
 def place(rank: int, world_size: int, step: int | None = None, bucket: int | None = None) -> str:
     """The prefix of every message that a rank raises.
 

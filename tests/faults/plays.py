@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -199,3 +200,40 @@ def _store(folder: Path, rank: int, ranks: int, tcp: bool) -> Store:
         meeting.set("port", str(store.port))
         return store
     return TCPStore("127.0.0.1", int(meeting.get("port")), ranks, False, timedelta(seconds=30))
+
+
+def run_out(rank: int, ranks: int, folder: Path, batches: list[int], how: str, remote: bool = False) -> None:
+    """Train on unequally many batches; who has no more detaches, ends, or ends by an exception."""
+    journal = Journal(folder / f"rank-{rank}.jsonl")
+    torch.set_num_threads(1)
+    if remote:
+        declare_host(f"h{rank}")
+    dist.init_process_group(
+        "gloo", store=_store(folder, rank, ranks, remote), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+    )
+    model = torch.nn.Linear(3, 3)
+    sync = gs.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    try:
+        for _ in range(batches[rank]):
+            model(torch.randn(2, 3)).sum().backward()
+            sync._steps.turns.begin_anew()  # nobody steps here
+        if how == "detach":
+            sync.detach()
+    except gs.GradSyncError as error:
+        journal.write("raised", kind=type(error).__name__, text=str(error), step=sync._lane.step)
+        return
+    _await_others(sync._lane)
+    if how == "error":
+        raise ArithmeticError("a user's own exception")
+
+
+def _await_others(lane: Lane) -> None:
+    """Until every other rank waits in a step that this one will not come to; of another host nothing is seen."""
+    deadline = time.monotonic() + 20
+    lane.liveness.watch(True)
+    while time.monotonic() < deadline:
+        states = [sight.state for sight in lane.liveness.sights().values()]
+        if all(state.phase is Phase.WAITING and state.step >= lane.step for state in states):
+            return
+        time.sleep(0.01)
+    raise AssertionError("nobody waited")

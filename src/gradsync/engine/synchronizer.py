@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from gradsync import paces
 from gradsync.engine.keeper import Keeper
+from gradsync.engine.leaving import Leaving
 from gradsync.engine.loss_scaling import Following
 from gradsync.engine.pilot import Pilot
 from gradsync.engine.reducer import Reducer
@@ -45,6 +46,7 @@ class GradSync:
         self._pilot = pilot
         self._keeper = Keeper(steps)
         self._scaling = Following(scaler, steps)
+        self._leaving = Leaving(steps)
         self._attached = True
 
     @property
@@ -259,7 +261,10 @@ class GradSync:
             self._steps.tracing.continue_at(self._lane.step)
 
     def detach(self) -> None:
-        """Take everything off again: hooks, groups, threads. Gradients stay as they are."""
+        """Take everything off again: hooks, groups, threads. Gradients stay as they are.
+
+        Every rank calls it in the same step: where others still train, this raises what they raise, and is done.
+        """
         if not self._attached:
             return
         self._attached = False
@@ -267,12 +272,16 @@ class GradSync:
             self._steps.tracing.close()
         self._scaling.close()
         self._steps.close()
-        together = not self._steps.failed and self._said_goodbye()
+        self._leaving.close()
+        objection = self._say_goodbye()
+        together = not self._steps.failed
         self._steps.pace.close(together)
         for entry in self._reducer.entries:
             if entry.param.grad is not None and entry.param.grad._is_view():
                 entry.param.grad = entry.param.grad.clone()
         self._lane.close(together)
+        if objection is not None:
+            raise objection
 
     def _refuse_if_detached(self) -> None:
         if not self._attached:
@@ -285,10 +294,17 @@ class GradSync:
                 f"{what} needs a mean of gradients in every step, which {name} does not make; {way_out}"
             )
 
-    def _said_goodbye(self) -> bool:
-        """Wait until every rank is here, so that nobody closes a connection another still reads."""
+    def _say_goodbye(self) -> Disagreement | None:
+        """Wait until every rank is here, so that nobody closes a connection another still reads.
+
+        Who is gone is not missed; but ranks that go on without this one are a mistake that all hear of.
+        """
+        if self._steps.failed:
+            return None
         try:
             self._steps.meet(Call.DETACH)
+        except Disagreement as error:
+            return error
         except GradSyncError:
-            return False
-        return True
+            pass
+        return None

@@ -11,7 +11,7 @@ import enum
 
 import torch
 
-from gradsync.errors import Disagreement
+from gradsync.errors import JOIN, Disagreement
 from gradsync.guard.header import HEAD_NBYTES, Flag, Head, Headers, pack_header
 from gradsync.transport.lane import Lane
 from gradsync.transport.tickets import Ticket
@@ -46,6 +46,10 @@ _NAMES = {
 }
 
 
+_STEPS = {Call.SYNCHRONIZE, Call.VOTE}
+_ENDS = {Call.DETACH, Call.DRAIN}  # what comes after the last batch
+
+
 def launch_header(lane: Lane, head: Head, marks: bytearray) -> tuple[Ticket, torch.Tensor]:
     """Start the exchange of headers; the rows are valid when the ticket is done."""
     row = pack_header(head, marks)
@@ -70,5 +74,15 @@ def check_same_call(headers: Headers, ranks: tuple[int, ...]) -> None:
         if head.call != first:
             raise Disagreement(
                 f"rank {ranks[0]} is in {_NAMES[Call(first)]} but rank {ranks[rank]} is in {_NAMES[Call(head.call)]}; "
-                "every rank must call the same, in the same step"
+                f"{_way_out({Call(first), Call(head.call)})}"
             )
+
+
+def _way_out(calls: set[Call]) -> str:
+    if Call.VOTE in calls and Call.SYNCHRONIZE in calls:
+        return "enter `with sync.join():` on every rank"
+    if calls & _ENDS and calls & _STEPS:
+        return JOIN
+    if Call.DETACH in calls and calls & {Call.AVERAGE, Call.NEIGHBOURS}:  # paces that know no join()
+        return "every rank must take equally many steps"
+    return "every rank must call the same, in the same step"

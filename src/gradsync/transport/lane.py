@@ -32,7 +32,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from gradsync.errors import NotEnoughMemory, PeerLost, SyncTimeout, listed, place
+from gradsync.errors import JOIN, NotEnoughMemory, PeerLost, SyncTimeout, listed, place
 from gradsync.kernels.library import MAX_RANKS, load
 from gradsync.links import Hosts
 from gradsync.policy import Guard
@@ -42,7 +42,7 @@ from gradsync.transport.liveness import Liveness
 from gradsync.transport.page import Phase
 from gradsync.transport.team import Team
 from gradsync.transport.tickets import Collective, Errand, Notice, Ticket
-from gradsync.transport.verdict import Sights, account, blame, is_lost, late, lost, stopped
+from gradsync.transport.verdict import Sights, account, blame, is_lost, late, lost, stopped, way_out
 from gradsync.transport.wires import cut
 
 NET_S = 30.0  # our own bound expires first: the groups' is only the net below it
@@ -321,14 +321,13 @@ class Lane:
         here, who = self.place(bucket), self._accounts(sights, others)
         if missing:
             raise PeerLost(
-                f"{here} {who}, while this rank was in {name}. The step cannot be completed: exit with an error and "
-                "let the launcher restart all ranks (torchrun --max-restarts) from the last checkpoint",
+                f"{here} {who}, while this rank was in {name}. The step cannot be completed. {way_out(sights, others)}",
                 self.global_ranks(others),
             ) from error
         took = f"waited {waited:.1f} s for {name}" if waited else f"waited for {name}"
         network = "Look at the network between the hosts" if len(self.hosts) > 1 else "Look at the other ranks' logs"
         if others:
-            why = f"{took}: {who}. Look at what that rank does there"
+            why = f"{took}: {who}. Look at what that rank does there; {JOIN}"
         elif culprits:
             why = f"the others gave up waiting for this rank, which came too late to {name}. Look at what held it up"
         elif error is None:

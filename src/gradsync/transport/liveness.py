@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import time
 
@@ -113,7 +114,8 @@ class Liveness:
         if self._closed or os.getpid() != self._pid:
             return
         if self._state.phase not in (Phase.FAILED, Phase.LOST_PEER):
-            self.at(self._state.step, Phase.LEFT)
+            # At exit: the interpreter knows whether it ends by an exception.
+            self.at(self._state.step, Phase.LEFT if getattr(sys, "last_value", None) is None else Phase.FAILED)
         self._stop.set()
         # The garbage collector may have us closed by any thread, this one too.
         if self._thread.is_alive() and self._thread is not threading.current_thread():

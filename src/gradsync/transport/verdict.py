@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from gradsync.errors import JOIN
 from gradsync.transport.page import Phase, State
 
 _GAVE_UP = (Phase.FAILED, Phase.LOST_PEER)
@@ -88,6 +89,15 @@ def is_lost(sights: Sights, rank: int) -> bool:
     sight = sights.get(rank)
     reported = any(s.state.phase == Phase.LOST_PEER and rank in s.state.culprits for s in sights.values())
     return reported or (sight is not None and sight.stopped)
+
+
+def way_out(sights: Sights, ranks: Iterable[int]) -> str:
+    """What to do when these ranks take part no more: who ended in good order has no batches left, most likely."""
+    if all(rank in sights and sights[rank].state.phase == Phase.LEFT for rank in ranks):
+        return f"It ended by itself: {JOIN}. Otherwise see its own log; a restart alone would end at the same place"
+    return (
+        "Exit with an error and let the launcher restart all ranks (torchrun --max-restarts) from the last checkpoint"
+    )
 
 
 def account(sight: Sight, name: str, pid: int | None, lost: bool) -> str:
