@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradsync.engine.bucket import Entry
 from gradsync.engine.user_hooks import GradientHook, UserHooks
+from gradsync.errors import GradSyncError
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -184,6 +185,17 @@ def recomputing() -> bool:
 def in_backward() -> bool:
     """Whether this thread is inside a backward (as forward is when checkpointing recomputes it)."""
     return torch._C._current_graph_task_id() != -1
+
+
+def refuse_compiled_autograd(place: Callable[[], str]) -> None:
+    """Raise if a compiler runs the backward under way, hooks and all: it drops callbacks for backward's end."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    if module is not None and module.in_compiled_autograd_region:
+        raise GradSyncError(
+            f"{place()} compiled autograd runs this backward, and does not say when it has ended: switch it off "
+            "(torch._dynamo.config.compiled_autograd = False), or call backward() outside of what is compiled; "
+            "torch.compile of the model or of its blocks works"
+        )
 
 
 def queue_callback(callback: Callable[[], None]) -> None:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from gradsync.engine.bucket import Entry
 from gradsync.engine.building import Engine
 from gradsync.engine.census import Census
-from gradsync.engine.hooks import Hooks, queue_callback, recomputing
+from gradsync.engine.hooks import Hooks, queue_callback, recomputing, refuse_compiled_autograd
 from gradsync.engine.late_hooks import LateHooks
 from gradsync.engine.pacing import check_hooked
 from gradsync.engine.shared_backward import conclude
@@ -108,6 +108,7 @@ class Steps:
     def backward_begins(self) -> None:
         """The gradient of the model's output is known: backward has begun."""
         if not self._in_backward:
+            refuse_compiled_autograd(self._lane.place)
             self._late_hooks.begins(known=True)
             self._begin()
 
@@ -199,6 +200,7 @@ class Steps:
 
     def _begin_late(self) -> None:
         """The fallback of [Who begins a backward]: the model's own forward was not called."""
+        refuse_compiled_autograd(self._lane.place)
         self._late_hooks.begins(known=False)
         self._notice_changes(unheard=True)
         counts = self.pace.k > 1 or not self.pace.engine_averages or self.reducer.weighting.weight is not None
