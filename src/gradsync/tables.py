@@ -11,6 +11,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
+from gradsync import files
+
 T = TypeVar("T")
 Table = Mapping[str, Any]
 
@@ -20,13 +22,13 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 def write(path: str | Path, comment: str, table: Table) -> None:
     """A table as a TOML file, under a line that says what it is."""
     text = "\n".join([f"# {comment}", *toml_lines(table)]) + "\n"
-    Path(path).write_text(text, encoding="utf-8")
+    files.write(path, text)
 
 
 def read(path: str | Path) -> dict[str, Any]:
     """The table of a TOML file."""
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(files.read(path).decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a TOML file: {error}") from None
 

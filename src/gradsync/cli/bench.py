@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from rich.console import Console
 
+from gradsync import files
 from gradsync.allreduce.drawing import draw
 from gradsync.cli.arguments import BadInput, Parser, spoken, whole_number
 from gradsync.cli.consoles import wide_console
@@ -105,7 +106,7 @@ def _draw(options: argparse.Namespace) -> int:
     if options.svg is None:
         wide_console().out(draw(schedule))
     else:
-        options.svg.write_text(draw(schedule, "svg"))
+        files.write(options.svg, draw(schedule, "svg"))
     return 0
 
 
@@ -181,14 +182,20 @@ def _check_memory(sizes: tuple[int, ...], arms: tuple[str, ...], ranks: int) -> 
 
 
 def _check_writable(option: str, path: Path | None) -> None:
-    if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
-        raise BadInput(f"gradsync bench: {option} {path} cannot be written: name a file in a folder that exists")
+    if path is None:
+        return
+    try:
+        files.check_writable(path)
+    except OSError as error:
+        raise BadInput(
+            f"gradsync bench: {option} {path} cannot be written: {error.strerror}; name a file in a folder that exists"
+        ) from None
 
 
 def _show(result: Result, options: argparse.Namespace) -> int:
     console = wide_console()
     if options.plot is not None:
-        options.plot.write_text(plot(result))
+        files.write(options.plot, plot(result))
     if options.json:
         console.out(json.dumps(result.as_json(), indent=1))
         return 1 if result.wrong else 0

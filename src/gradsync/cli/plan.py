@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from rich.syntax import Syntax
 
-from gradsync import units
+from gradsync import files, units
 from gradsync.cli.arguments import BadInput, Parser, spoken
 from gradsync.cli.consoles import wide_console
 from gradsync.cli.planning import checking, record
@@ -38,6 +37,7 @@ from gradsync.tables import toml_lines
 
 T = TypeVar("T")
 
+_HTML = b"<!DOCTYPE html>"
 _CHART_BELOW, _CHART_ABOVE = 128, 8  # from and to which part of today's bandwidth the page's chart goes
 
 _DESCRIPTION = """\
@@ -107,9 +107,7 @@ def run(options: argparse.Namespace) -> int:
     if options.check is not None:
         return _check(options)
     _check_writable("--out", options.out, _is_plan)
-    _check_writable(
-        "--html", options.html, lambda path: path.read_text("utf-8", "replace").startswith("<!DOCTYPE html>")
-    )
+    _check_writable("--html", options.html, lambda path: files.beginning(path, len(_HTML)) == _HTML)
     question = ask(options)
     terms = (options.allow, question.arrives, question.dtype_assumed)
     answered = said(lambda: answer(question.profile, question.cluster, *terms))
@@ -119,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
     if options.out is not None:
         write("--out", options.out, answered.chosen.plan.save)
     if options.html is not None:
-        write("--html", options.html, lambda path: path.write_text(html, encoding="utf-8"))
+        write("--html", options.html, lambda path: files.write(path, html))
     if options.json:
         told = record.as_json(answered, found)
         if swept:
@@ -216,11 +214,11 @@ def _check_writable(option: str, path: Path | None, is_ours: Callable[[Path], bo
     if path is None:
         return
     try:
-        able = not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
-        other = able and path.exists() and path.stat().st_size > 0 and not is_ours(path)
-    except OSError:
-        able = other = False
-    if not able:
-        raise BadInput(f"gradsync plan: {option} {path} cannot be written: name a file in a folder that exists")
+        files.check_writable(path)
+        other = path.exists() and path.stat().st_size > 0 and not is_ours(path)
+    except OSError as error:
+        raise BadInput(
+            f"gradsync plan: {option} {path} cannot be written: {error.strerror}; name a file in a folder that exists"
+        ) from None
     if other:
         raise BadInput(f"gradsync plan: {option} {path} is something else already: name another file, or remove it")

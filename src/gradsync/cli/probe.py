@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from gradsync import files
 from gradsync.cli.arguments import BadInput, Parser, whole_number
 from gradsync.cli.consoles import wide_console
 from gradsync.cli.planning.wording import printable
@@ -92,15 +93,13 @@ def _probe_under_launcher(options: argparse.Namespace, task: Task) -> Findings:
 def _check_file(path: Path) -> None:
     """Before anything is measured: it can be written, and nothing else is lost by it."""
     try:
-        existed = path.exists()
-        with path.open("a", encoding="utf-8"):
-            pass
-        if not existed:
-            path.unlink()
-        elif path.stat().st_size:
+        files.check_writable(path)
+        if path.exists() and path.stat().st_size:
             Cluster.load(path)
-    except OSError:
-        raise BadInput(f"gradsync probe: --out {path} cannot be written: name a file in a folder that exists") from None
+    except OSError as error:
+        raise BadInput(
+            f"gradsync probe: --out {path} cannot be written: {error.strerror}; name a file in a folder that exists"
+        ) from None
     except (ValueError, TypeError) as error:
         raise BadInput(
             f"gradsync probe: --out {path} exists and is no cluster file ({printable(str(error))}): name another file"

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from gradsync import files
 from gradsync.cli.arguments import BadInput, Parser, whole_number
 from gradsync.cli.consoles import wide_console
 from gradsync.cli.reporting import record
@@ -103,16 +104,27 @@ def _check_files(options: argparse.Namespace) -> None:
         if len(options.runs) == 2:
             raise BadInput(f"gradsync report: --{option} shows one run: name one folder, or leave --{option} out")
         folder = path if option == "tensorboard" and path.exists() else path.parent
-        if not folder.is_dir() or (option in _FILES and path.is_dir()):
+        if option in _FILES:
+            _check_writable(option, path)
+        elif not folder.is_dir():
             raise BadInput(f"gradsync report: --{option} {path} cannot be written: name a file in a folder that exists")
         if option in _FILES and path.exists() and not _is_ours(path, _FILES[option]):
             raise BadInput(f"gradsync report: --{option} {path} is something else already: name another file")
 
 
+def _check_writable(option: str, path: Path) -> None:
+    try:
+        files.check_writable(path)
+    except OSError as error:
+        raise BadInput(
+            f"gradsync report: --{option} {path} cannot be written: {error.strerror}; "
+            "name a file in a folder that exists"
+        ) from None
+
+
 def _is_ours(path: Path, beginning: str) -> bool:
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read(len(beginning)) in ("", beginning)
+        return files.beginning(path, len(beginning)) in (b"", beginning.encode("ascii"))
     except OSError:
         return False
 
@@ -123,7 +135,7 @@ def _export(options: argparse.Namespace, trace: RunTrace, summary: Summary) -> l
     if options.html is not None:
         from gradsync.report.page import page
 
-        _write("html", options.html, lambda path: path.write_text(page(trace, summary), encoding="utf-8"))
+        _write("html", options.html, lambda path: files.write(path, page(trace, summary)))
         told.append(f"Written: {options.html}, a page that needs nothing else.")
     if options.perfetto is not None:
         from gradsync.report.exporters.perfetto import write_perfetto

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import os
 import re
 import sys
 from pathlib import Path
 
 from rich.console import Console
 
-from gradsync import units
+from gradsync import files, units
 from gradsync.cli.arguments import BadInput, Parser, spoken, whole_number
 from gradsync.cli.watching.patience import await_run
 from gradsync.cli.watching.terminal import watch
 
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{16,128}")
+
+_TOKEN_NBYTES = 1024
 
 _DESCRIPTION = """\
 Follows the folder that a run writes (gs.attach(..., trace=folder), gs.observe(ddp, trace=folder) or
@@ -95,9 +98,11 @@ def _serve(options: argparse.Namespace) -> int:
 def _read_token(path: Path) -> str:
     """From a file that only its owner can read."""
     try:
-        mode, token = path.stat().st_mode, path.read_text("ascii").strip()
+        with files.open_to_read(path) as file:
+            mode, token = os.fstat(file.fileno()).st_mode, file.read(_TOKEN_NBYTES).decode("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"gradsync watch: --token-file {path} cannot be read: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else "it holds other letters than those of ASCII"
+        raise BadInput(f"gradsync watch: --token-file {path} cannot be read: {why}") from None
     if mode & 0o077:
         raise BadInput(f"gradsync watch: --token-file {path} can be read by others: chmod 600 {path}")
     if _TOKEN.fullmatch(token) is None:

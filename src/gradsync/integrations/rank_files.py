@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from gradsync import files
 from gradsync.engine.synchronizer import GradSync
 from gradsync.errors import GradSyncError
 
@@ -32,6 +33,7 @@ def save(sync: GradSync, folder: Path, name: str = "gradsync", rank: int | None 
     rank, size = dist.get_rank() if rank is None else rank, dist.get_world_size()
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f"{name}-rank{rank}.tmp"
+    files.check_writable(temporary)
     save_file(sync.state_dict(), temporary)
     temporary.replace(folder / f"{name}-rank{rank}.safetensors")  # never a half-written file
     if rank == 0:
@@ -63,6 +65,7 @@ def read(folder: Path, rank: int, size: int, name: str = "gradsync") -> dict[str
     state: dict[str, torch.Tensor] = {}
     for old, file in _files(folder, name):
         if old % size == rank:
+            files.check_regular(file)
             state |= load_file(file)
     return state
 

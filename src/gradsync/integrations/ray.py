@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from gradsync import files
 from gradsync.engine.synchronizer import GradSync
 from gradsync.integrations import rank_files
 
@@ -89,6 +90,7 @@ def read(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
             f"the checkpoint in {folder} has no {_SHARED}, so gradsync.integrations.ray.report did not write it: "
             "read it as it was written, from ray.train.get_checkpoint()"
         )
+    files.check_regular(folder / _SHARED)
     state: dict[str, Any] = torch.load(folder / _SHARED, map_location="cpu", weights_only=True)
     return {**state, "sync": rank_files.read(folder, rank, world_size)}
 

@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from gradsync import files
+
 _MAGIC = b"gradsync flight1"
 _NUM_SLOTS = 64
 _SLOT = struct.Struct("<QdqiiQ")  # number, time, step, moment, bucket, number; numbers begin with 1
@@ -57,8 +59,9 @@ class Flight:
     """A rank's own record, open for writing."""
 
     def __init__(self, path: Path) -> None:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        fd = files.open_to_write(path, os.O_RDWR, 0o600)
         try:
+            os.ftruncate(fd, 0)
             # Not a hole: on a full disk the first store to one would be a SIGBUS, not an error.
             os.posix_fallocate(fd, 0, NBYTES)
             self._memory = mmap.mmap(fd, NBYTES)
@@ -79,8 +82,7 @@ class Flight:
 def read_flight(path: Path) -> list[Entry]:
     """What a record holds, oldest first; nothing if it is none."""
     try:
-        with open(path, "rb") as file:
-            content = file.read(NBYTES)
+        content = files.beginning(path, NBYTES)
     except OSError:
         return []
     if len(content) < NBYTES or not content.startswith(_MAGIC):

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gradsync import files
 from gradsync.trace.flight import Entry, read_flight
 from gradsync.trace.lines import Choice, Clock, End, Error, Health, Layout, Line, Run, Stats, Step, Wires
 from gradsync.trace.notation import Unreadable, from_json
@@ -112,7 +113,7 @@ class Follower:
         """All that is known by now; ValueError with a sentence if that is no trace."""
         if not self._folder.is_dir():
             raise ValueError(f"{self._folder} is no folder; name the one given as trace= or GRADSYNC_TRACE")
-        paths = {int(name[1]): path for path in self._folder.iterdir() if (name := _NAME.fullmatch(path.name))}
+        paths = self._paths()
         for rank, path in sorted(paths.items()):
             self._read_rank(rank, path)
         traces = _last_run({rank: self._traces[rank] for rank in sorted(paths) if rank in self._traces})
@@ -128,9 +129,20 @@ class Follower:
             )
         return RunTrace(self._folder, traces, refused)
 
+    def _paths(self) -> dict[int, Path]:
+        """The file of each rank."""
+        try:
+            return {int(name[1]): path for path in self._folder.iterdir() if (name := _NAME.fullmatch(path.name))}
+        except OSError as error:
+            raise ValueError(f"{self._folder} cannot be read: {error.strerror}") from None
+
     def _read_rank(self, rank: int, path: Path) -> None:
         tail = self._tails.setdefault(rank, _Tail(path))
-        lines, restarted = tail.new_lines()
+        try:
+            lines, restarted = tail.new_lines()
+        except OSError as error:
+            self._refused[rank] = f"{path.name} cannot be read: {error.strerror}"
+            return
         if restarted:
             self._traces.pop(rank, None)
         unreadable = 0
@@ -173,22 +185,25 @@ class _Tail:
         self._old = path.with_name(path.name.replace(".jsonl", ".old.jsonl"))
         self._identity = b""
         self._at = 0
-        self._rest = b""
+        self._rest = bytearray()
 
     def new_lines(self) -> tuple[list[str], bool]:
-        """Whole lines that were not there before; True if this is another file than before, not the next in turn."""
+        """Whole lines that were not there before; True if this is another file than before, not the next in turn.
+
+        OSError if there is something that cannot be read.
+        """
         identity = _identity(self._path)
         if not identity:
             return [], False
         texts: list[str] = []
         restarted = False
         if identity != self._identity:
-            old = _identity(self._old)
+            old = _identity_if_readable(self._old)
             if old and self._identity in (b"", old):  # the rest of what became the older half, or all of it
                 texts += self._read(self._old)
             else:
                 restarted = self._identity != b""
-            self._identity, self._at, self._rest = identity, 0, b""
+            self._identity, self._at, self._rest = identity, 0, bytearray()
         texts += self._read(self._path)
         return texts, restarted
 
@@ -197,14 +212,17 @@ class _Tail:
 
     def _split(self, path: Path) -> Iterator[bytes]:
         try:
-            with open(path, "rb") as file:
+            with files.open_to_read(path) as file:
                 file.seek(self._at)
                 while self._at < _MAX_FILE_NBYTES and (piece := file.read(_AT_ONCE)):
                     self._at += len(piece)
-                    *whole, self._rest = (self._rest + piece).split(b"\n")
-                    yield from whole
+                    first, *lines = piece.split(b"\n")
+                    self._rest += first  # in place: a line that never ends must not be copied with every piece
+                    for line in lines:
+                        yield bytes(self._rest)
+                        self._rest = bytearray(line)
                     if len(self._rest) > _MAX_LINE_NBYTES:
-                        self._rest = b""
+                        self._rest = bytearray()
         except OSError:
             return
 
@@ -215,14 +233,22 @@ def _decoded(lines: Iterable[bytes]) -> Iterator[str]:
             yield line.decode("utf-8", errors="replace")
 
 
+def _identity_if_readable(path: Path) -> bytes:
+    """Of a file without which the rest can be told all the same."""
+    try:
+        return _identity(path)
+    except OSError:
+        return b""
+
+
 def _identity(path: Path) -> bytes:
     """The same for one file while it grows, and also once it has another name; nothing if there is none.
 
     A new file may get the number of one that was removed: so its header, which says when it began, is part of it.
     """
     try:
-        with open(path, "rb") as file:
+        with files.open_to_read(path) as file:
             head = file.readline(_HEAD_NBYTES)
             return b"%d %s" % (os.fstat(file.fileno()).st_ino, head)
-    except OSError:
+    except FileNotFoundError:
         return b""

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
+from gradsync import files
 from gradsync.trace.lines import Choice, Clock, Layout, Line, Run
 from gradsync.trace.notation import to_json
 
@@ -55,7 +56,7 @@ class Writer:
             self._fd = -1
 
     def _open(self) -> None:
-        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._fd = files.open_to_write(self.path, os.O_WRONLY | os.O_APPEND, 0o644)
         self._nbytes = os.fstat(self._fd).st_size
         if self._nbytes and not _ends_with_a_line(self.path):
             os.write(self._fd, b"\n")  # an earlier run was cut off in the middle of a line
@@ -76,6 +77,6 @@ class Writer:
 
 
 def _ends_with_a_line(path: Path) -> bool:
-    with open(path, "rb") as file:
+    with files.open_to_read(path) as file:
         file.seek(-1, os.SEEK_END)
         return file.read(1) == b"\n"

@@ -1,0 +1,102 @@
+"""Files that somebody points us at: opened without waiting, regular ones only, and never read without a bound.
+
+A pipe without a writer, a terminal or an endless device would hold whoever opens or reads it for ever. Links to
+regular files are followed. What is refused is an OSError, like any other file that cannot be read.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+MOST_NBYTES = 64 << 20  # of a file that is read whole
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe (FIFO)",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+_REGULAR = frozenset({stat.S_IFREG})
+_REGULAR_OR_DEVICE = frozenset({stat.S_IFREG, stat.S_IFCHR})
+
+
+def open_to_read(path: str | Path) -> BinaryIO:
+    """A regular file, from its beginning."""
+    return os.fdopen(_open(path, os.O_RDONLY), "rb")
+
+
+def read(path: str | Path, most_nbytes: int = MOST_NBYTES) -> bytes:
+    """All that a regular file holds, if that is not too much."""
+    with open_to_read(path) as file:
+        content = file.read(most_nbytes + 1)
+    if len(content) > most_nbytes:
+        raise OSError(errno.EFBIG, f"it holds more than {most_nbytes >> 20} MiB", str(path))
+    return content
+
+
+def beginning(path: str | Path, most_nbytes: int) -> bytes:
+    """The first bytes of a regular file."""
+    with open_to_read(path) as file:
+        return file.read(most_nbytes)
+
+
+def write(path: str | Path, text: str) -> None:
+    """A file, new or written over, with this text in UTF-8; or to a device like /dev/null."""
+    content = text.encode("utf-8")
+    fd = _open(path, os.O_WRONLY | os.O_CREAT, 0o666, _REGULAR_OR_DEVICE)
+    with os.fdopen(fd, "wb") as file:
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            file.truncate(0)
+        file.write(content)
+
+
+def open_to_write(path: str | Path, flags: int, mode: int = 0o666) -> int:
+    """A descriptor of a regular file that is made if there is none; nothing of it is lost yet."""
+    return _open(path, flags | os.O_CREAT, mode)
+
+
+def check_writable(path: Path) -> None:
+    """Before work is done that ends with `write`: OSError if it could not. Leaves no file behind."""
+    try:
+        existing = path.stat().st_mode
+    except FileNotFoundError:
+        there = os.path.realpath(path)
+        os.close(os.open(there, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+        os.unlink(there)
+        return
+    _refuse(path, existing, _REGULAR_OR_DEVICE)
+    if not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+def check_regular(path: str | Path) -> None:
+    """Before the file is given to somebody else's reader: OSError if it cannot be read, or is none."""
+    open_to_read(path).close()
+
+
+def _open(path: str | Path, flags: int, mode: int = 0o666, allowed: frozenset[int] = _REGULAR) -> int:
+    # O_NONBLOCK: whatever it is, opening it does not wait; to a regular file it means nothing.
+    try:
+        fd = os.open(os.fspath(path), flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, mode)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket, or a pipe that nobody reads
+            _refuse(path, os.stat(path).st_mode, allowed)
+        raise
+    try:
+        _refuse(path, os.fstat(fd).st_mode, allowed)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _refuse(path: str | Path, mode: int, allowed: frozenset[int]) -> None:
+    if stat.S_IFMT(mode) not in allowed:
+        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
