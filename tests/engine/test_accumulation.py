@@ -160,9 +160,8 @@ def test_weights_give_the_weighted_mean(plan: gs.Plan, dtype: torch.dtype, run: 
 
 def weigh_too_late() -> str:
     model = mlp()
-    sync = gs.attach(model)
-    with sync.no_sync():
-        model(torch.randn(2, 8)).sum().backward()
+    sync = gs.attach(model, None, gs.Plan(pace=gs.accumulate(2, backwards=2)))
+    model(torch.randn(2, 8)).sum().backward()
     with pytest.raises(gs.GradSyncError) as caught:
         sync.set_batch_weight(2)
     sync.drain()
@@ -174,7 +173,7 @@ def weigh_too_late() -> str:
     return str(caught.value)
 
 
-def test_a_weight_after_the_first_backward_is_an_error(run: Callable[..., Any]) -> None:
+def test_a_weight_after_the_first_backward_of_a_micro_batch_is_an_error(run: Callable[..., Any]) -> None:
     for message in run(weigh_too_late):
         assert "before" in message
 

@@ -23,11 +23,11 @@ def test_shapes_say_nothing_of_values() -> None:
 def test_reading_undoes_flattening() -> None:
     shapes = {"a.weight": (2, 3), "b": (1,)}
     shared = Shared(7, 3, 0.5, 2, fitting("x" * 1000), Arrangement(["b", "a.weight"], ["b"], True))
-    part = Part({"a.weight": torch.rand(2, 3)}, {"b": torch.rand(1)}, 1, 2.5)
+    part = Part({"a.weight": torch.rand(2, 3)}, {"b": torch.rand(1)}, 1, (2.5, 0.5, 7.0, 2.0))
     again = read(flatten(Saved(shared, {"a.weight": torch.rand(3, 2)}, {2: part})), shapes)
     assert again is not None
     assert again.shared == shared
-    assert again.parts[2].weight == 2.5
+    assert again.parts[2].weight == (2.5, 0.5, 7.0, 2.0)
     assert torch.equal(again.parts[2].residuals["a.weight"], part.residuals["a.weight"])
     assert torch.equal(again.parts[2].hidden["b"], part.hidden["b"])
     assert not again.parts[2].torn

@@ -78,7 +78,7 @@ class Part(NamedTuple):
     residuals: State
     hidden: State
     num_hidden: int
-    weight: float | None = None
+    weight: tuple[float, ...] | None = None  # as `weighting` keeps it
     pace: State = {}  # noqa: RUF012 (never changed)  # what the pace stores for this rank alone
 
     @property
@@ -134,7 +134,7 @@ def flatten_part(rank: int, part: Part) -> State:
     state = {
         "num_hidden": torch.tensor(part.num_hidden),
         "num_residuals": torch.tensor(len(part.residuals)),
-        "weight": torch.tensor(math.nan if part.weight is None else part.weight, dtype=torch.float64),
+        "weight": torch.tensor(part.weight or [math.nan] * 4, dtype=torch.float64),
     }
     state |= {f"residual.{name}": residual for name, residual in part.residuals.items()}
     state |= {f"pace.{key}": tensor for key, tensor in part.pace.items()}
@@ -208,9 +208,9 @@ def _read_part(kinds: dict[str, State], shapes: Shapes) -> Part:
     for name, indices in kinds.get("indices", {}).items():
         values = kinds["values"][name]
         hidden[name] = torch.sparse_coo_tensor(indices, values, tuple(shapes[name]), check_invariants=False)
-    weight = float(kinds["weight"][""]) if "weight" in kinds else math.nan
+    weight = tuple(kinds["weight"][""].reshape(-1).tolist()) if "weight" in kinds else None
     num_hidden = int(kinds["num_hidden"][""]) if "num_hidden" in kinds else 0
-    return Part(residuals, hidden, num_hidden, None if math.isnan(weight) else weight, kinds.get("pace", {}))
+    return Part(residuals, hidden, num_hidden, weight, kinds.get("pace", {}))
 
 
 def add_up(parts: Iterable[Part]) -> State:

@@ -87,7 +87,8 @@ class Keeper:
             recipe=self._recipe,
             arrangement=self._reducer.agenda.arrangement(),
         )
-        part = Part(kept.residuals, held.hidden, len(held.hidden), self._reducer.weighting.weight, pace.own)
+        weighed = self._reducer.weighting.state()
+        part = Part(kept.residuals, held.hidden, len(held.hidden), weighed, pace.own)
         mark = {f"{self._kind}.apart": torch.tensor(int(self._pace.replicas_differ))}
         stored = pace.shared if self._pace.engine_averages else pace.shared | mark
         return Saved(shared, kept.factors, {self._lane.groups.rank: part}, stored)
@@ -120,7 +121,7 @@ class Keeper:
         self._reducer.shipping.replace(Kept(add_up(parts), taken.factors))
         self._reducer.agenda.arrange(shared.arrangement)
         self._reducer.weighting.unit = shared.unit
-        self._reducer.weighting.weight = parts[0].weight if goes_on else None
+        self._reducer.weighting.load(parts[0].weight if goes_on else None)
         self._pace.hold(Held(shared.backwards, parts[0].hidden) if goes_on else Held(0, {}))
         self._lane.step = shared.step
 

@@ -89,9 +89,10 @@ class Steps:
         self.tell(tracing)
 
     @property
-    def begun(self) -> bool:
-        """Whether gradients of the next synchronization exist already."""
-        return self._in_backward or self.reducer.backwards > 0
+    def in_micro_batch(self) -> bool:
+        """Whether a micro-batch has begun and not ended; what runs under no_sync() by hand ends with each backward."""
+        inside = self.pace.backwards % self.pace.per_batch > 0 or (self.pace.k > 1 and bool(self.unsynchronized))
+        return self._in_backward or inside
 
     # For the hooks
 
@@ -203,6 +204,11 @@ class Steps:
         refuse_compiled_autograd(self._lane.place)
         self._late_hooks.begins(known=False)
         self._notice_changes(unheard=True)
+        if self.reducer.weighting.changes:
+            raise GradSyncError(
+                f"{self._lane.place()} micro-batches that weigh differently need to be known before their gradients "
+                "come: call the model itself, not its parts"
+            )
         counts = self.pace.k > 1 or not self.pace.engine_averages or self.reducer.weighting.weight is not None
         if counts and recomputing():
             raise BackwardAborted(
@@ -217,12 +223,14 @@ class Steps:
         fired, self._fired = self._fired, False
         if not fired:
             # torch.autograd.grad: no gradient was accumulated, so nothing is to be synchronized.
+            self.reducer.nothing_came(self.pace.backwards)
             self.reducer.put_back()
             self.pace.put_away()
             return
         self.witness.backward_ends()
         self.turns.backward_ended()
         self.reducer.backwards += 1
+        self.reducer.merge()
         if self.plan.overlap == "backward" and len(self.reducer.agenda.buckets) > 1:
             self._late_hooks.ends()
         if self.no_sync_depth:

@@ -88,8 +88,9 @@ class GradSync:
     def set_batch_weight(self, weight: float) -> None:
         """How much this rank's gradient counts in this step's mean (its tokens, say); 1 if never called.
 
-        Call it before the step's first backward; with `accumulate(k)` it counts for the whole window. The mean
-        over the ranks is Σ w·g / Σ w, and a rank with weight 0 brings nothing, not even its NaN.
+        Call it before a backward: before the step's first, for all of them, or before each micro-batch of
+        `accumulate(k)` or `no_sync()`, for that one. The mean over all of them is Σ w·g / Σ w, and what has weight 0
+        brings nothing, not even its NaN.
         """
         self._refuse_if_detached()
         try:
@@ -101,12 +102,12 @@ class GradSync:
         self._refuse_unless_averaging("set_batch_weight()", "scale the loss instead")
         if self.plan.combine == "sum":
             raise ValueError('batch weights need combine="mean"; with "sum" scale the loss instead')
-        if self._steps.begun:
+        if self._steps.in_micro_batch:
             raise GradSyncError(
-                f"{self._lane.place()} set_batch_weight() came after the step's first backward; "
+                f"{self._lane.place()} set_batch_weight() came after the micro-batch's first backward; "
                 "call it before, since gradients are already on their way"
             )
-        self._reducer.weighting.weight = value
+        self._reducer.set_weight(value, self._steps.pace.micro_batches)
 
     @contextmanager
     def join(self) -> Iterator[None]:

@@ -7,6 +7,13 @@ With n ranks, k micro-batches in a window, weights w and j micro-batches done:
 
 u is a power of two near the mean weight of the last step, so that w·g does not overflow in a half type.
 With equal weights and full windows the second line is 1, nothing is multiplied, and the bits are DDP's.
+
+Micro-batches of one rank may weigh differently: then Σ w·g takes the place of w·g, and Σ w that of w·j. Gradients
+add up in `.grad` without weights, so what is there counts with the *base*, the weight of what came last:
+
+    weight 3    .grad = g1              base 3
+    weight 5    .grad = g1·3/5 + g2     base 5    multiplied before the backward, so buckets still leave during it
+    weight 0    .grad = g1·3/5 + g2     base 5    far lighter than the base: it comes apart, and is added afterwards
 """
 
 from __future__ import annotations
@@ -16,43 +23,98 @@ import math
 from gradsync.guard.header import Flag, Headers
 from gradsync.plan import Combine
 
+_LIGHT = 2.0**-6  # of the base: multiplying by more than the inverse could overflow a half type
+
 
 class Weighting:
     """This rank's weight in the step under way, and the arithmetic around it."""
 
     def __init__(self, size: int, k: int, combine: Combine) -> None:
         self._size = size
-        self._k = k
+        self.k = k
         self._combine = combine
         self.unit = 1.0  # agreed: follows from the last header
         self._used_unit = 1.0  # the one in this step's buckets
-        self.weight: float | None = None  # None: the user said nothing
+        self.begin()
 
-    def announced(self, flags: Flag) -> tuple[float, Flag]:
-        """What the header says: the weight, and whether the user set it."""
+    def begin(self) -> None:
+        """A step begins: nothing has a weight yet."""
+        self.weight: float | None = None  # None: the user said nothing
+        self.base: float | None = None  # by which what stands in `.grad` counts; None: nothing of this step does
+        self.closed = 0.0  # weight of the micro-batches before the weight was set last
+        self.num_closed = 0  # how many those are
+
+    def set(self, weight: float, num_done: int) -> None:
+        """Micro-batches after the first `num_done` of this step have this weight, each."""
+        self.closed += self._now * (num_done - self.num_closed)
+        self.num_closed = num_done
+        self.weight = weight
+
+    def state(self) -> tuple[float, ...]:
+        """The weight, the base, and what is closed; NaN where there is none."""
+        numbers = (self.weight, self.base, self.closed, float(self.num_closed))
+        return tuple(math.nan if number is None else number for number in numbers)
+
+    def load(self, state: tuple[float, ...] | None) -> None:
+        """Go on with it; None: with nothing. States of before have the weight alone."""
+        self.begin()
+        if state:
+            weight, base, closed, num_closed = state if len(state) == 4 else (state[0], state[0], 0.0, 0.0)
+            self.weight, self.base = (None if math.isnan(number) else number for number in (weight, base))
+            self.closed, self.num_closed = closed, int(num_closed)
+
+    @property
+    def changes(self) -> bool:
+        """Whether what comes has another weight than what is there."""
+        return self.base is not None and self.base != self._now
+
+    @property
+    def comes_apart(self) -> bool:
+        """Whether it is too light to take over the base."""
+        return self.base is not None and self._now < self.base * _LIGHT
+
+    def take_over(self) -> float:
+        """Make the weight of what comes the base; what is there is to be multiplied by the result."""
+        base, self.base = self.base, self._now
+        return 1.0 if base is None or base == self._now else base / self._now
+
+    def lightness(self) -> float:
+        """By what a gradient that came apart is multiplied before it is added."""
+        assert self.base is not None
+        return self._now / self.base
+
+    @property
+    def _now(self) -> float:
+        return 1.0 if self.weight is None else self.weight
+
+    def announced(self, flags: Flag, micro_batches: int = 1) -> tuple[float, Flag]:
+        """What the header says: the weight of a micro-batch, the mean of them, and whether the user set it."""
         if self.weight is not None:
             flags |= Flag.WEIGHTED
         if flags & (Flag.SHADOW | Flag.ABORTED):
             return 0.0, flags
-        return 1.0 if self.weight is None else self.weight, flags
+        if not self.num_closed or not micro_batches:
+            return self._now, flags
+        count = micro_batches if self.k > 1 else self.num_closed + 1
+        return (self.closed + self._now * (count - self.num_closed)) / micro_batches, flags
 
     def scale(self) -> float:
         """What this rank multiplies its gradients by before they travel."""
         if self._combine == "sum":
             return 1.0
         self._used_unit = self.unit
-        weight = 1.0 if self.weight is None else self.weight
-        return weight / (self._size * self._k * self.unit)
+        weight = self._now if self.base is None else self.base
+        return weight / (self._size * self.k * self.unit)
 
     def factor(self, headers: Headers) -> float:
         """What the sum is multiplied by when it is back."""
         total = headers.total_weight()
         if self._combine == "sum" or total == 0:
             return 1.0
-        return self._size * self._k * self._used_unit / total
+        return self._size * self.k * self._used_unit / total
 
     def follow(self, headers: Headers) -> None:
         """Choose the unit for what comes next; equal on all ranks."""
-        mean = headers.total_weight() / (self._size * self._k)
+        mean = headers.total_weight() / (self._size * self.k)
         weighted = bool(headers.flagged(Flag.WEIGHTED)) and mean > 0
         self.unit = 2.0 ** math.floor(math.log2(mean)) if weighted else 1.0
