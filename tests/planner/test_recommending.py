@@ -11,6 +11,7 @@ from gradsync.links import Cluster, Link
 from gradsync.plan import Plan
 from gradsync.planner.candidates import candidates
 from gradsync.planner.collective import Collectives
+from gradsync.planner.losses import measured_loss
 from gradsync.planner.recommending import recommend
 
 
@@ -26,6 +27,17 @@ def test_a_slow_link_gets_the_best_that_is_allowed(allow: str, quality: str) -> 
     assert found[0].quality == quality
     kinds = ["exact", "16-bit", "lossy"]
     assert {each.quality for each in found} <= set(kinds[: kinds.index(allow) + 1])
+
+
+@pytest.mark.parametrize("bandwidth", [1e5, 1e6, 1e7, 3e7, 1e8])
+def test_what_raised_a_loss_must_halve_the_step(bandwidth: float) -> None:
+    found = recommend(profile_of(), cluster_of(bandwidth), allow="lossy")
+    gentle = [each for each in found if (loss := measured_loss(each.plan.compress)) is not None and loss.close]
+    quickest = min(each.step_s for each in gentle)
+    if found[0] in gentle:
+        assert quickest <= 2 * min(each.step_s for each in found)
+    else:
+        assert found[0].step_s < 0.51 * quickest
 
 
 def test_the_default_is_always_among_them_and_the_rest_is_sorted() -> None:
