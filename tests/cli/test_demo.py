@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,16 @@ def test_words_on_speed_follow_the_rounds(slower_rounds: int, ratio: float, verd
     assert f"of 20 rounds): {verdict}" in told
 
 
+def test_words_draw_no_conclusion_from_times_that_others_spoiled() -> None:
+    quiet = result(Comparison(Spread(24.9, 24, 25), 20, 20))
+    told = sentences(replace(quiet, busy_cores_of_others=1.3, cores=2))
+    assert told[:3] == sentences(quiet)[:3]  # what was learned is not theirs
+    assert told[3].startswith("Other processes kept 1.3 of 2 cores busy meanwhile, which does not slow all arms alike")
+    assert not any(word in " ".join(told) for word in ("24.9", "slower.", "faster.", "pay off"))
+    assert len(told) == 4
+    assert any("24.9" in sentence for sentence in sentences(quiet))
+
+
 def test_words_do_not_claim_what_was_not_seen() -> None:
     told = " ".join(sentences(result(Comparison(Spread(1, 1, 1), 10, 20), 2.2, Gap(False, 1e-6, 1e-7))))
     assert "did not cost rank 0 any loss" in told
@@ -177,6 +188,12 @@ def test_words_on_a_slow_rank_are_the_reports() -> None:
     assert said == ["gradsync report: sync costs 50 % of the step", "gradsync report: rank 1 is late"]
 
 
+def test_others_at_work_are_told_beside_the_report() -> None:
+    told = slow_sentences(replace(slowness(["rank 1 is late"]), busy_cores_of_others=0.9, cores=2))
+    assert told[:-1] == slow_sentences(slowness(["rank 1 is late"]))
+    assert told[-1].startswith("Other processes kept 0.9 of 2 cores busy")
+
+
 def test_a_report_that_blames_nobody_is_not_hidden() -> None:
     assert slow_sentences(slowness([]))[-1].startswith("The report blames nobody, though rank 1 was slowed")
 
@@ -200,6 +217,23 @@ def test_the_story_is_true(capsys: pytest.CaptureFixture[str], temporary: Path) 
     # One process on the joined batch is the same training, but for rounding.
     assert arms[ONE]["validation_loss"] == pytest.approx(arms[GRADSYNC]["validation_loss"], rel=1e-4)
     assert list(temporary.iterdir()) == []
+
+
+def test_another_process_at_work_is_noticed_and_nothing_is_concluded(
+    capsys: pytest.CaptureFixture[str], temporary: Path
+) -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        try:
+            told = run_tiny(capsys, steps=40)
+            assert told["busy_cores_of_others"] > 0.2
+            options = {"ranks": 2, "steps": 40, "kill": None, "slow": None, "slow_link": None, "json": False}
+            assert demo.run(argparse.Namespace(**options, shape=TINY)) == 0
+        finally:
+            busy.kill()
+    words = " ".join(capsys.readouterr().out.split())
+    assert "which does not slow all arms alike" in words
+    assert "pay off" not in words
+    assert "A gradsync step took" not in words
 
 
 def test_a_killed_rank_is_named_by_gradsync(capsys: pytest.CaptureFixture[str], temporary: Path) -> None:

@@ -139,8 +139,9 @@ def _train_over(options: argparse.Namespace) -> slow_result.Result:
     with _ranks(2, threads) as (pool, folder):
         progress, num_arms = os.path.join(folder, "progress"), len(SLOW_ARMS)
         with follow(progress, num_arms * options.steps, f"training, {num_arms} arms in turn", quiet=options.json):
-            ledgers = pool.run(train_over_link, options.shape, options.steps, shaper, folder, timeout=_HOUR_S)
-    return slow_result.sum_up(ledgers, options.slow_link, threads, options.steps, size)
+            books = pool.run(train_over_link, options.shape, options.steps, shaper, folder, timeout=_HOUR_S)
+    ledgers, busy_cores = [ledgers for ledgers, _ in books], books[0][1]
+    return slow_result.sum_up(ledgers, options.slow_link, threads, options.steps, size, busy_cores)
 
 
 def _compare(options: argparse.Namespace, num_characters: int) -> Result:
@@ -170,8 +171,9 @@ def _slow(options: argparse.Namespace) -> Slowness:
         progress, trace = os.path.join(folder, "progress"), os.path.join(folder, "run")
         title = f"training with a trace, rank {options.slow} slowed"
         with follow(progress, options.steps, title, quiet=options.json):
-            pool.run(train_slowly, options.slow, options.shape, options.steps, trace, progress, timeout=_HOUR_S)
-        return read_slowness(Path(trace), options.slow)
+            told = (options.slow, options.shape, options.steps, trace, progress)
+            busy_cores, *_ = pool.run(train_slowly, *told, timeout=_HOUR_S)
+        return read_slowness(Path(trace), options.slow, busy_cores)
 
 
 def _threads(ranks: int) -> int:

@@ -16,8 +16,7 @@ from typing import Any
 from gradsync.cli.contest.arms import ARMS
 from gradsync.cli.contest.memory import bound_s
 from gradsync.cli.contest.question import Setting
-
-_TOLERABLE_CORES = 0.2
+from gradsync.cli.contest.strangers import disturbing
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Result:
     @property
     def disturbed(self) -> bool:
         """Whether others were at work enough that arms cannot be compared."""
-        return (self.machine.get("busy_cores_of_others") or 0.0) > _TOLERABLE_CORES
+        return disturbing(self.machine.get("busy_cores_of_others"))
 
     @property
     def wrong(self) -> int:

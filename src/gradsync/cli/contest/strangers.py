@@ -12,6 +12,7 @@ from pathlib import Path
 
 from gradsync.cli.contest.sharing import collect
 
+_TOLERABLE_CORES = 0.2
 _STAT = Path("/proc/stat")
 _IDLE = (3, 4)  # among the columns of a line: idle, and waiting for a disk
 _COLUMNS = 8  # user to steal; what follows is counted in user already
@@ -28,6 +29,20 @@ class Strangers:
         elapsed, host_s = time.monotonic() - self._start, _host_s() - self._host_s
         ranks_s = sum(own_s for [own_s] in collect([time.process_time() - self._own_s]))
         return max(0.0, host_s - ranks_s) / elapsed if ranks_s else 0.0
+
+
+def disturbing(busy_cores: float | None) -> bool:
+    """Whether so much work of others makes a comparison of arms worthless; None: nobody looked."""
+    return (busy_cores or 0.0) > _TOLERABLE_CORES
+
+
+def disturbance(busy_cores: float, cores: int) -> str:
+    """That in words, to be continued.
+
+    >>> disturbance(1.25, 2)
+    'Other processes kept 1.2 of 2 cores busy meanwhile, which does not slow all arms alike'
+    """
+    return f"Other processes kept {busy_cores:.1f} of {cores} cores busy meanwhile, which does not slow all arms alike"
 
 
 def _host_s() -> float:

@@ -10,6 +10,7 @@ from gradsync.cli.contest.arms import ARMS, GLOO
 from gradsync.cli.contest.question import Setting
 from gradsync.cli.contest.result import Cell, Result, times_faster
 from gradsync.cli.contest.sizes import show_size
+from gradsync.cli.contest.strangers import disturbance
 
 FOOTNOTE = (
     "time: median (middle half) of the longest rank; arms take turns call by call. algbw: bytes / time. "
@@ -35,8 +36,8 @@ def sentences(result: Result) -> list[str]:
         )
     if result.disturbed:
         told.append(
-            f"Other processes kept {result.machine['busy_cores_of_others']:.1f} of {result.machine['cores']} cores "
-            "busy meanwhile, which does not slow all arms alike: DO NOT COMPARE these times; run again when it is idle."
+            f"{disturbance(result.machine['busy_cores_of_others'], result.machine['cores'])}: DO NOT COMPARE these "
+            "times; run again when it is idle."
         )
     checked = sum(len(cell.samples) + 1 for cell in result.cells)
     bad = [cell for cell in result.cells if cell.wrong]

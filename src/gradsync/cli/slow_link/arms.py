@@ -38,16 +38,16 @@ def _ours(plain: nn.Module, optimizer: Optimizer, compress: Compressor | None = 
     return plain, attach(plain, optimizer, Plan(compress=compress)).detach
 
 
-COMPRESSED: dict[str, Way] = {
-    "gradsync int8()": partial(_ours, compress=int8()),
-    "gradsync int4()": partial(_ours, compress=int4()),
-    "gradsync topk(0.01)": partial(_ours, compress=topk(0.01)),
-    "gradsync powersgd(4)": partial(_ours, compress=powersgd(4)),
+COMPRESSED: dict[str, Compressor] = {
+    "gradsync int8()": int8(),
+    "gradsync int4()": int4(),
+    "gradsync topk(0.01)": topk(0.01),
+    "gradsync powersgd(4)": powersgd(4),
 }
 ARMS: dict[str, Way] = {
     ALONE: _alone,
     DDP: _ddp,
     "DDP, fp16 hook": partial(_ddp, half=True),
     GRADSYNC: _ours,
-    **COMPRESSED,
+    **{name: partial(_ours, compress=compress) for name, compress in COMPRESSED.items()},
 }

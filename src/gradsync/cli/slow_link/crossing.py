@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 from torch.optim import AdamW
 
+from gradsync.cli.contest.strangers import Strangers
 from gradsync.cli.progress import advance
 from gradsync.cli.slow_link import namespaces
 from gradsync.cli.slow_link.arms import ARMS, Way
@@ -71,22 +72,27 @@ class Replica:
         return Ledger(self._steps_s[UNTIMED:], self._sent_nbytes[UNTIMED:], loss)
 
 
-def train(shape: Shape, steps: int, shaper: Shaper, folder: str) -> dict[str, Ledger]:
-    """Every arm for `steps` steps over one link; both ranks of a group call it, and leave that group."""
+def train(shape: Shape, steps: int, shaper: Shaper, folder: str) -> tuple[dict[str, Ledger], float]:
+    """The ledger of each arm, and on rank 0 how many cores other processes kept busy meanwhile.
+
+    Every arm trains for `steps` steps over one link; both ranks of a group call it, and leave that group.
+    """
     _move(shaper, folder)
     text, rank = read_library(), dist.get_rank()
     replicas = {name: Replica(way, shape) for name, way in ARMS.items()}
+    strangers = Strangers()
     for step in range(steps):
         turn = list(replicas.values())
         for replica in reversed(turn) if step % 2 else turn:
             replica.step(share(text, shape, step, rank))
             if rank == 0:
                 advance(os.path.join(folder, "progress"))
+    busy_cores = strangers.cores()
     for replica in replicas.values():
         replica.end()
     ledgers = {name: replica.close_books(text, shape) for name, replica in replicas.items()}
     dist.barrier()  # nobody ends while the other still computes
-    return ledgers
+    return ledgers, busy_cores
 
 
 def _move(shaper: Shaper, folder: str) -> None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradsync.cli.contest.strangers import Strangers
 from gradsync.cli.progress import advance
 from gradsync.cli.story.model import Shape, build, loss_of
 from gradsync.cli.story.text import Text, draw, read_library
@@ -51,6 +52,7 @@ class Ledger(NamedTuple):
     from_ddp: Gap | None  # between gradsync's rank 0 and DDP's
     sent: dict[str, float]  # bytes that each rank sends in a step
     waited_s: float  # what gradsync itself counted as waiting, per step
+    busy_cores: float = 0.0  # what other processes of the host kept busy meanwhile, on rank 0
 
 
 @dataclass
@@ -71,14 +73,16 @@ def train(shape: Shape, steps: int, progress: str) -> Ledger:
     text = read_library()
     arms, sync = _make_arms(shape)
     before = validate(arms[0].plain, text, shape)
+    strangers = Strangers()
     for number, first in enumerate(range(0, steps, _ROUND)):
         for arm in _in_turn(arms, number):
             dist.barrier()
             _run_round(arm, text, shape, range(first, min(first + _ROUND, steps)), progress)
     dist.barrier()
+    busy_cores = strangers.cores()
     ledger = _close_books(arms, sync, text, shape, before)
     sync.detach()
-    return ledger
+    return ledger._replace(busy_cores=busy_cores)
 
 
 def _make_arms(shape: Shape) -> tuple[list[Arm], GradSync]:

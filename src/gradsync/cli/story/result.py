@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from statistics import median, quantiles
 from typing import Any
 
+from gradsync.cli.contest.machine import cores
+from gradsync.cli.contest.strangers import disturbing
 from gradsync.cli.story.arms import ALONE, ARMS, DDP, GRADSYNC, ONE, Ledger
 from gradsync.cli.story.weights import Gap
 
@@ -66,6 +68,13 @@ class Result:
     gradsync_over_ddp: Comparison
     one_process_over_gradsync: Comparison
     gradsync_waited_ms: float  # by its own count, of a step
+    busy_cores_of_others: float = 0.0
+    cores: int = 1
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether others were at work enough that step times cannot be compared."""
+        return disturbing(self.busy_cores_of_others)
 
     def arm(self, name: str) -> ArmResult:
         return next(arm for arm in self.arms if arm.arm == name)
@@ -90,6 +99,8 @@ def sum_up(ledgers: Sequence[Ledger], threads: int, steps: int, num_parameters: 
         gradsync_over_ddp=compare(times[GRADSYNC], times[DDP]),
         one_process_over_gradsync=compare(times[ONE], times[GRADSYNC]),
         gradsync_waited_ms=1e3 * first.waited_s,
+        busy_cores_of_others=first.busy_cores,
+        cores=cores(),
     )
 
 

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradsync.cli.contest.machine import cores
+from gradsync.cli.contest.strangers import Strangers
 from gradsync.cli.progress import advance
 from gradsync.cli.story.arms import LEARNING_RATE, share
 from gradsync.cli.story.model import Shape, build, loss_of
@@ -51,33 +53,40 @@ class Slowness:
     ranks: list[RankTimes]
     verdict: str
     blame: list[str]
+    busy_cores_of_others: float = 0.0
+    cores: int = 1
 
     def as_json(self) -> dict[str, Any]:
         return {"command": "demo", **asdict(self)}
 
 
-def train_slowly(slowed: int, shape: Shape, steps: int, folder: str, progress: str) -> None:
-    """Train with a trace, the rank `slowed` with a sleep in its input. For every rank of a group."""
+def train_slowly(slowed: int, shape: Shape, steps: int, folder: str, progress: str) -> float:
+    """Train with a trace, the rank `slowed` with a sleep in its input. For every rank of a group.
+
+    On rank 0 it returns how many cores other processes kept busy meanwhile.
+    """
     model = build(shape)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     sync = attach(model, optimizer, trace=folder)
+    strangers = Strangers()
     for batch in sync.data(_batches(slowed, shape, steps)):
         loss_of(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
         if dist.get_rank() == 0:
             advance(progress)
+    busy_cores = strangers.cores()
     sync.detach()
+    return busy_cores
 
 
-def read_slowness(folder: Path, slowed: int) -> Slowness:
+def read_slowness(folder: Path, slowed: int, busy_cores: float = 0.0) -> Slowness:
     """What the traces say."""
     run = read_run(folder)
     table, summary = tabulate(run), summarize(run)
     ranks = [_times(table, rank) for rank in table.ranks]
-    return Slowness(
-        slowed, 1e3 * SLOWED_S, len(table.steps), ranks, summary.verdict, [str(blame.text) for blame in summary.blame]
-    )
+    blame = [str(each.text) for each in summary.blame]
+    return Slowness(slowed, 1e3 * SLOWED_S, len(table.steps), ranks, summary.verdict, blame, busy_cores, cores())
 
 
 def _batches(slowed: int, shape: Shape, steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
+from gradsync.cli.contest.strangers import disturbance, disturbing
 from gradsync.cli.story.slow import Slowness
 
 FOOTNOTE = (
@@ -27,7 +28,13 @@ def table(result: Slowness) -> Table:
 def sentences(result: Slowness) -> list[str]:
     """What one sees in it."""
     said = [f"gradsync report: {line}" for line in [result.verdict, *result.blame]]
-    return [_by_stopwatch(result), *said, *([] if result.blame else [_nobody(result)])]
+    told = [_by_stopwatch(result), *said, *([] if result.blame else [_nobody(result)])]
+    return [*told, _on_others(result)] if disturbing(result.busy_cores_of_others) else told
+
+
+def _on_others(result: Slowness) -> str:
+    theirs = disturbance(result.busy_cores_of_others, result.cores)
+    return f"{theirs}: what rank {result.slowed}'s sleep does not explain may be their doing."
 
 
 def _title(result: Slowness) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
+from gradsync.cli.contest.strangers import disturbance
 from gradsync.cli.story.arms import ALONE, DDP, GRADSYNC, ONE
 from gradsync.cli.story.result import ArmResult, Comparison, Result
 from gradsync.cli.story.weights import Gap
@@ -36,8 +37,9 @@ def table(result: Result) -> Table:
 
 
 def sentences(result: Result) -> list[str]:
-    """What one sees in the table."""
-    return [_on_learning(result), _on_drift(result), _on_equality(result), _on_speed(result), _on_ranks(result)]
+    """What one sees in the table; nothing of times that others have spoiled."""
+    times = [_on_others(result)] if result.disturbed else [_on_speed(result), _on_ranks(result)]
+    return [_on_learning(result), _on_drift(result), _on_equality(result), *times]
 
 
 def _title(result: Result) -> str:
@@ -89,6 +91,13 @@ def _on_equality(result: Result) -> str:
         "DDP and gradsync kept them identical; between the two the weights differ by "
         f"{result.gradsync_from_ddp.relative:.1e} of their norm, since a sum of {result.ranks} rounded numbers "
         "depends on their order."
+    )
+
+
+def _on_others(result: Result) -> str:
+    return (
+        f"{disturbance(result.busy_cores_of_others, result.cores)}: the step times above prove nothing. "
+        "Run it again when the machine is idle."
     )
 
 
