@@ -25,6 +25,7 @@ from gradsync.engine.apart import average_apart
 from gradsync.engine.bucket import Bucket, Entry
 from gradsync.engine.first_gradients import NO_DIGEST, digest_of, warn_if_same_data
 from gradsync.engine.logbook import Logbook
+from gradsync.engine.micro_batches import MicroBatches
 from gradsync.engine.replicas import Buffers
 from gradsync.engine.spotting import NOWHERE, is_finite, made_by_compression, spot
 from gradsync.engine.watch import Watch
@@ -75,6 +76,7 @@ class Reducer:
         self.shipping = shipping
         self.agenda = Agenda(entries, plan.bucket_bytes, lane, exact.allocate, shipping, idle)
         self.weighting = Weighting(lane.groups.size, k, plan.combine)
+        self.micro = MicroBatches(entries, self.weighting)
         self.exact = exact
         self.witness: Witness = Nobody()
         self.logbook = Logbook()
@@ -97,10 +99,8 @@ class Reducer:
 
     def _begin_step(self) -> None:
         self.marks[:] = self._nothing_used
-        self.weighting.begin()
+        self.micro.begin()
         self.backwards = 0  # since the last synchronization
-        self._weighed_at = 0  # how many they were when a weight was set last
-        self._heavier: list[tuple[Entry, torch.Tensor]] = []  # what is there, while far lighter gradients come apart
         self._scale = 1.0
         self._next = 0  # the bucket whose turn it is
         self._arrivals: list[int] = []
@@ -125,53 +125,10 @@ class Reducer:
         """A backward begins; `synchronize` if it is the one after which gradients travel."""
         self.set_aside()
         self._backward += 1
-        self._streaming = synchronize and self.agenda.learned and self._plan.overlap == "backward"
-        self._weigh()
+        streams = synchronize and self.agenda.learned and self._plan.overlap == "backward"
+        self._streaming = self.micro.weigh() and streams
         self._scale = self.weighting.scale()
         self.lane.at(Phase.BACKWARD)
-
-    def set_weight(self, weight: float, micro_batches: int) -> None:
-        """A micro-batch of this rank counts so much from here on; so many of the window are done."""
-        if self.weighting.k == 1:  # backwards under no_sync(): what lies between two calls counts as one
-            micro_batches = self.weighting.num_closed + (self.backwards > self._weighed_at)
-        self._weighed_at = self.backwards
-        self.weighting.set(weight, micro_batches)
-
-    @torch.no_grad()
-    def _weigh(self) -> None:
-        """What comes may weigh more or less than what is there: see `weighting`."""
-        self.merge()
-        weighting = self.weighting
-        if weighting.comes_apart:
-            self._streaming = False
-            self._heavier = [(e, e.param.grad) for e in self.entries if e.param.grad is not None]
-            for entry, _ in self._heavier:
-                entry.param.grad = None
-        elif (ratio := weighting.take_over()) != 1.0:
-            for entry in self.entries:
-                if entry.param.grad is not None:
-                    entry.param.grad = entry.param.grad.mul_(ratio) if ratio else None
-
-    def nothing_came(self, backwards: int) -> None:
-        """A backward brought no gradient; so many did in the open window."""
-        self.merge()
-        if not (backwards or self.backwards):
-            self.weighting.base = None
-
-    @torch.no_grad()
-    def merge(self) -> None:
-        """Add the light gradients that came apart to those that were there."""
-        heavier, self._heavier = {entry.index: grad for entry, grad in self._heavier}, []
-        if not heavier:
-            return
-        lightness = self.weighting.lightness()
-        for entry in self.entries:
-            grad, there = entry.param.grad, heavier.get(entry.index)
-            if grad is not None:
-                grad = grad.mul_(lightness) if lightness else torch.zeros_like(grad)  # 0 · NaN would be NaN
-                entry.param.grad = grad if there is None else there + grad
-            elif there is not None:
-                entry.param.grad = there
 
     def set_aside(self) -> None:
         """A sum that was synchronized before must not be added up over the ranks again."""
@@ -254,7 +211,7 @@ class Reducer:
 
         `source` is the rank whose buffers count; `num_steps` is how often optimizers stepped, as `turns` says it.
         """
-        self.merge()
+        self.micro.merge()
         self.lane.at(Phase.SYNCHRONIZING)
         self.recorder.start_waiting(self._on_device())
         self._scale = self.weighting.scale()

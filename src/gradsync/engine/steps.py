@@ -223,14 +223,14 @@ class Steps:
         fired, self._fired = self._fired, False
         if not fired:
             # torch.autograd.grad: no gradient was accumulated, so nothing is to be synchronized.
-            self.reducer.nothing_came(self.pace.backwards)
+            self.reducer.micro.nothing_came(self.reducer.backwards + self.pace.backwards)
             self.reducer.put_back()
             self.pace.put_away()
             return
         self.witness.backward_ends()
         self.turns.backward_ended()
         self.reducer.backwards += 1
-        self.reducer.merge()
+        self.reducer.micro.merge()
         if self.plan.overlap == "backward" and len(self.reducer.agenda.buckets) > 1:
             self._late_hooks.ends()
         if self.no_sync_depth:

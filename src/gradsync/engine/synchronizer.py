@@ -107,7 +107,7 @@ class GradSync:
                 f"{self._lane.place()} set_batch_weight() came after the micro-batch's first backward; "
                 "call it before, since gradients are already on their way"
             )
-        self._reducer.set_weight(value, self._steps.pace.micro_batches)
+        self._reducer.micro.set_weight(value, self._steps.pace.micro_batches, self._reducer.backwards)
 
     @contextmanager
     def join(self) -> Iterator[None]:
