@@ -26,6 +26,7 @@ from gradsync.engine.tracing import Tracing
 from gradsync.engine.turns import Turns
 from gradsync.engine.user_hooks import UserHooks
 from gradsync.engine.witness import Both, Nobody, Witness
+from gradsync.engine.wrapping import check_wrapper, refuse_wrappers
 from gradsync.errors import BackwardAborted, GradSyncError, NonFinite, PeerFault
 from gradsync.guard.calls import Call, meet
 from gradsync.guard.header import Flag, Head
@@ -66,6 +67,7 @@ class Steps:
         if self._hooks is not None:
             self._hooks.listen(self._entries)
             self.user_hooks.take_over_optimizers()
+            self._hooks.handles.append(refuse_wrappers(model))
 
     def install(self, engine: Engine) -> None:
         """Work with this one from now on; nothing of a synchronization exists yet."""
@@ -98,6 +100,7 @@ class Steps:
 
     def before_forward(self) -> None:
         """A forward with gradients starts: put right what an aborted backward left, notice changes, vote."""
+        check_wrapper()
         self.drop_if_aborted()
         self._notice_changes()
         self.witness.border()

@@ -42,6 +42,12 @@ class GradientHook(partial[None]):
         return GradientHook, (ignore,)
 
 
+def hook_on(param: torch.Tensor) -> GradientHook | None:
+    """Ours, if there is one."""
+    hooks = (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()
+    return next((hook for hook in hooks if isinstance(hook, GradientHook)), None)
+
+
 class ParameterHooks(OrderedDict[int, Hook]):
     """All hooks of one parameter; see [Whose hooks autograd calls]."""
 
