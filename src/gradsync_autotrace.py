@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import warnings
 from typing import Any
 
@@ -28,10 +29,25 @@ def install() -> None:
     DistributedDataParallel.__init__ = make_and_observe  # type: ignore[method-assign]
 
 
-def _observe(ddp: Any) -> None:
-    import gradsync
+_absent: set[int] = set()  # ranks that did not come to the first: nobody waits for them once more
 
+
+def _observe(ddp: Any) -> None:
+    """A trace must never end a training that would run without it, nor hold it up for long."""
     try:
-        gradsync.observe(ddp)  # the model's hooks keep it alive
-    except Exception as error:  # a trace must never end a training that would run without it
-        warnings.warn(f"GRADSYNC_TRACE: this DistributedDataParallel is not traced: {error}", stacklevel=3)
+        from torch.distributed import get_process_group_ranks
+
+        if _absent.isdisjoint(get_process_group_ranks(ddp.process_group)):
+            from gradsync.integrations.observing import observe_all_or_none
+
+            observe_all_or_none(ddp)
+    except Exception as error:
+        _absent.update(getattr(error, "ranks", ()) if type(error).__name__ == "NotTogether" else ())
+        _say(f"GRADSYNC_TRACE: this DistributedDataParallel is not traced, and trains on: {error}")
+
+
+def _say(text: str) -> None:
+    try:
+        warnings.warn(text, stacklevel=4)
+    except Warning:  # they are errors here
+        sys.stderr.write(f"gradsync: {text}\n")

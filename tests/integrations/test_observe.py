@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 
 import gradsync as gs
 from gradsync.trace.reader import read_run
@@ -69,7 +70,7 @@ def test_an_observed_model_trains_the_same_bits(run: Run, tmp_path: Path, ranks:
             assert [phase.name for phase in last.phases] == ["optimizer", "input", "forward", "backward", "wait"]
             assert sorted(index for bucket in trace.layouts[-1].buckets for index in bucket.parameters) == [*range(6)]
             assert last.buckets is not None
-            assert all(bucket.launched <= bucket.done for bucket in last.buckets)  # type: ignore[operator]
+            assert all(bucket.launched <= bucket.wait_to for bucket in last.buckets)  # type: ignore[operator]
             assert last.nbytes == sum(bucket.nbytes for bucket in last.buckets)
             assert trace.health == []
 
@@ -88,7 +89,9 @@ def test_a_hook_of_the_user_stays_and_the_rest_is_seen(run: Run, tmp_path: Path)
     for stats in run(check_own_hook, str(tmp_path)):
         assert stats["steps"] == STEPS - 1
     step = read_run(tmp_path).ranks[0].steps[-1]
-    assert step.buckets is None
+    assert step.buckets is not None
+    assert all(bucket.done is None for bucket in step.buckets), "when a sum is done only a hook would know"
+    assert (step.nbytes, step.sent_nbytes) == (0, 0), "what it sends is its own affair"
     assert step.gradients is not None
     assert step.exposed_s > 0
 
@@ -140,6 +143,53 @@ def test_only_ddp_is_observed() -> None:
         gs.observe(nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
+def observe_on_some(coming: list[int]) -> tuple[list[torch.Tensor], list[str], dict[str, Any]]:
+    plain = train(wrapped())
+    ddp = wrapped()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        observer = gs.observe(ddp, guard=gs.Guard(nonfinite="skip")) if dist.get_rank() in coming else None
+        ours = train(ddp)
+    stats = {} if observer is None else observer.stats()
+    if observer is not None:
+        observer.close()
+    assert all(torch.equal(one, two) for one, two in zip(ours, plain, strict=True))
+    return ours, [str(each.message) for each in caught], stats
+
+
+@pytest.mark.parametrize(("coming", "ranks"), [([0], 2), ([1], 2), ([0], 3), ([1, 2], 3)])
+def test_observed_on_some_ranks_only_it_trains_on_and_says_who_did_not_come(
+    run: Run, coming: list[int], ranks: int
+) -> None:
+    missing = [str(rank) for rank in range(ranks) if rank not in coming]
+    for rank, (_, said, stats) in enumerate(run(observe_on_some, coming, ranks=ranks)):
+        if rank not in coming:
+            assert (said, stats) == ([], {})
+            continue
+        [text] = said
+        assert f"{' and '.join(missing)} did not come" in text
+        assert stats["steps"] == STEPS - 1
+        assert stats["exposed_s"] > 0  # what this rank sees by itself
+
+
+def observe_once_more(folder: str) -> None:
+    """Rank 0 was alone the first time; then all come."""
+    first = wrapped()
+    if dist.get_rank() == 0:
+        with pytest.warns(UserWarning, match="rank 1 did not come"):
+            gs.observe(first)
+    train(first)
+    second = wrapped()
+    observer = gs.observe(second, trace=folder)
+    train(second)
+    observer.close()
+
+
+def test_who_did_not_come_once_may_come_the_next_time(run: Run, tmp_path: Path) -> None:
+    run(observe_once_more, str(tmp_path))
+    assert [len(trace.steps) for trace in read_run(tmp_path).ranks.values()] == [STEPS - 1] * 2
+
+
 STRANGER = """
 import os, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(os.environ["RANK"]), world_size=2)
@@ -151,8 +201,35 @@ for step in range(4):
     model(torch.randn(4, 8)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
+print("trained", flush=True)
+if os.environ.get("QUIT"):
+    os._exit(0)  # gloo's own threads may abort a process that ends in good order
 dist.destroy_process_group()
 """
+
+
+@pytest.mark.parametrize("traced", [0, 1])
+@pytest.mark.parametrize("strictly", [False, True])
+def test_a_script_that_is_traced_on_one_rank_only_trains_on(tmp_path: Path, traced: int, strictly: bool) -> None:
+    """One host's job script exports the variable, the other's does not; and warnings may be errors."""
+    script = tmp_path / "train.py"
+    script.write_text(STRANGER)
+    ranks = []
+    for rank in range(2):
+        own = {"RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo", "QUIT": "1"}
+        own |= {"GRADSYNC_TRACE": str(tmp_path / "run")} if rank == traced else {}
+        command = [sys.executable, *(["-W", "error::UserWarning"] if strictly else []), str(script)]
+        command.append(str(tmp_path / "store"))
+        ranks.append(
+            subprocess.Popen(command, env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    told = [rank.communicate(timeout=90) for rank in ranks]
+    said = [text for _, text in told]
+    assert [text for text, _ in told] == ["trained\n"] * 2, said
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    assert said[traced].count(f"rank {1 - traced} did not come") == 1
+    assert "gradsync" not in said[1 - traced]
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("fault", ["", "1"])
@@ -287,6 +364,108 @@ def test_what_nobody_has_any_more_is_gone(run: Run, tmp_path: Path, how: str) ->
     run(forget_everything, str(tmp_path), how)
     if how == "traced":
         assert [trace.end and trace.end.why for trace in read_run(tmp_path).ranks.values()] == ["dropped"] * 2
+
+
+def replace_parameters(folder: str) -> list[str]:
+    """On all ranks, so that DDP itself notices nothing."""
+    ddp = wrapped()
+    observer = gs.observe(ddp, trace=folder)
+    train(ddp)
+    fresh = {name: value + dist.get_rank() for name, value in ddp.module.state_dict().items()}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ddp.module.load_state_dict(fresh, assign=True)
+        train(ddp, 66)
+    observer.close()
+    return [str(each.message) for each in caught]
+
+
+def test_replaced_parameters_are_noticed_and_compared_from_then_on(run: Run, tmp_path: Path) -> None:
+    for told in run(replace_parameters, str(tmp_path)):
+        [text] = [each for each in told if "replaced after" in each]
+        assert "6 parameters (0.weight, 0.bias, 2.weight and 3 more)" in text
+        assert [each for each in told if "the replicas differ" in each], "the new ones are compared"
+    for trace in read_run(tmp_path).ranks.values():
+        assert [each.what for each in trace.health][:1] == ["replaced"]
+        assert len(trace.steps) > 60
+
+
+def move_parameters() -> None:
+    """Pruned, a parameter has another name, and is the same."""
+    ddp = wrapped()
+    observer = gs.observe(ddp)
+    train(ddp)
+    prune.identity(ddp.module[0], "weight")
+    train(ddp)
+    assert observer.stats()["steps"] == 2 * (STEPS - 1)
+    observer.close()
+
+
+def test_a_parameter_that_moved_is_not_replaced(run: Run) -> None:
+    run(move_parameters)
+
+
+class Broken(Exception):
+    pass
+
+
+def watch_badly(folder: str) -> list[str]:
+    """Something of ours fails in the middle of a backward of rank 1."""
+    plain = train(wrapped(), 8)
+    ddp = wrapped()
+    observer = gs.observe(ddp, trace=folder)
+
+    def fail(index: int) -> None:
+        raise Broken(f"parameter {index}")
+
+    train(ddp, 2)
+    if dist.get_rank() == 1:
+        observer._departures.arrived = fail  # type: ignore[method-assign]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        twin = wrapped()
+        ddp.load_state_dict(twin.state_dict())
+        ours = train(ddp, 8)
+    observer.close()
+    assert all(torch.equal(one, two) for one, two in zip(ours, plain, strict=True))
+    return [str(each.message) for each in caught]
+
+
+def test_what_fails_in_an_observer_ends_the_observer_only(run: Run, tmp_path: Path) -> None:
+    others, own = run(watch_badly, str(tmp_path))
+    assert len(own) == 1
+    assert "no longer observed, and trains on: Broken('parameter 5')" in own[0]
+    assert len(others) == 1
+    assert "replicas are no longer compared" in others[0]
+
+
+LOADER = """
+import sys
+sys.modules["gradsync"] = None
+import torch
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+ddp = torch.load(sys.argv[1], weights_only=False)
+ddp(torch.ones(2, 64)).sum().backward()
+torch.distributed.destroy_process_group()
+"""
+
+
+def save_whole(folder: str) -> None:
+    ddp = wrapped()
+    observer = gs.observe(ddp)
+    train(ddp)
+    if dist.get_rank() == 0:
+        torch.save(ddp, f"{folder}/whole.pt")
+    observer.close()
+
+
+def test_a_model_that_was_saved_whole_is_loaded_without_gradsync(run: Run, tmp_path: Path) -> None:
+    run(save_whole, str(tmp_path))
+    command = [sys.executable, "-c", LOADER, str(tmp_path / "whole.pt")]
+    loaded = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    )
+    assert loaded.returncode == 0, loaded.stderr
 
 
 def check_hook_of_the_first_forward() -> None:

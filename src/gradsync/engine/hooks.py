@@ -17,7 +17,9 @@ import dataclasses
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from types import FrameType
+from contextlib import nullcontext
+from functools import partial
+from types import FrameType, SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -79,6 +81,12 @@ class Hooks:
                 self.handles.append(entry.param.register_post_accumulate_grad_hook(hook))
                 self._hooked.add(entry.index)
 
+    def listen_anew(self, entries: Iterable[Entry]) -> None:
+        """These have other parameters than when they were listened to."""
+        entries = list(entries)
+        self._hooked -= {entry.index for entry in entries}
+        self.listen(entries)
+
     def hears(self, entry: Entry) -> bool:
         """Whether a gradient of this one is heard of; a parameter that is frozen keeps its hook."""
         return entry.index in self._hooked
@@ -122,13 +130,15 @@ class Hooks:
         if not in_backward():
             self._listener.after_step(optimizer, _closure(args, kwargs) is not None)
 
-    # A copy of the model (EMA, torch.save) is not attached: its hooks do nothing.
+    # A copy of the model (EMA, torch.save) is not attached: its hooks do nothing. A saved one does not even name us, so
+    # that it can be loaded where gradsync is not installed: its hooks are then methods that take anything.
 
     def __deepcopy__(self, memo: object) -> Hooks:
         return _silent_hooks()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _silent_hooks, ()
+        nothing = nullcontext().__exit__
+        return partial(SimpleNamespace, _before_forward=nothing, _after_forward=nothing), ()
 
 
 class _Silent:

@@ -111,6 +111,10 @@ class Vitals:
         self.generation += 1
         self._readings.clear()
 
+    def replaced(self) -> None:
+        """Entries have other parameters: the next share is cut from these. Digests under way still count."""
+        self._shares = []
+
     # How
 
     def _list(self, state: list[tuple[int, int]]) -> None:

@@ -50,6 +50,10 @@ class Watch:
         if self._on and not self.paused:
             self._vitals.take(step)
 
+    def replaced(self) -> None:
+        """Entries have other parameters from now on: look anew at what is digested."""
+        self._vitals.replaced()
+
     def hear(self, headers: Headers, lane: Lane) -> Callable[[], None]:
         """Compare what all ranks said in one header; returns what they do about it, all at the same place."""
         if not self._on:

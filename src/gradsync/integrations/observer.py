@@ -1,33 +1,30 @@
 """Who looks on while DistributedDataParallel works.
 
     backward      │ g g g │ g g g │ g g g │ end                │ DDP copies the averages to .grad
-    our hook      │       │ bucket 0      │ bucket 1           │
     DDP's group   │       │ ──────────────│ ────────── │       │
-    end                                   └ computed           └ averaged
+    we            └ begins  └ bucket 0 left              └ computed           └ averaged
 
 Note [Two callbacks]
     DDP waits for its buckets in a callback at the end of backward, which it queues when the last bucket is full. Ours
     is queued when backward begins, so it runs before: all that this rank computes is done. It queues a second one,
     which runs after DDP's: the averages are there.
 
-Note [The same bits]
-    Without a communication hook DDP multiplies each gradient by 1/n while it copies it into a bucket, then adds up.
-    Ours multiplies the bucket, then adds up by the same group: every element sees the same two operations. It is put
-    in when the first backward begins (DDP itself may put one in during the first forward), and only if there is no
-    other: then buckets are not seen, and everything else is.
+Note [Nothing of DDP is touched]
+    Hooks on the wrapper, its parameters and its output tell when; none of DDP's own is registered, nothing of it is
+    replaced, and its process group carries nothing of ours. So DDP does what it would do, whatever it is asked for:
+    bits, calls and errors are its own. What goes wrong here ends the watching, with a sentence, and not the training.
 """
 
-# No postponed annotations here: DDP reads those of the hook, and wants the types themselves.
+from __future__ import annotations
 
+import functools
 import time
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -36,34 +33,60 @@ from torch.utils.hooks import RemovableHandle
 from gradsync.engine.bucket import Entry
 from gradsync.engine.hooks import Hooks, queue_callback, take_off, weakly
 from gradsync.engine.tracing import Tracing
-from gradsync.integrations.checks import Checks
+from gradsync.errors import Disagreement, place
+from gradsync.integrations.checks import Checks, say
+from gradsync.integrations.departures import Departures
+from gradsync.integrations.replaced import account, renew
 from gradsync.policy import Guard
 from gradsync.trace import Recorder
-from gradsync.trace.lines import BucketPlan, Layout
-from gradsync.trace.spans import span
+from gradsync.trace.lines import Health, Layout
+from gradsync.trace.timers import Moment
 from gradsync.trace.tracer import Trip
 from gradsync.transport.lane import Lane
 
 T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def _harmless(method: Callable[Concatenate[Observer, P], None]) -> Callable[Concatenate[Observer, P], None]:
+    """What it raises ends the observer, not the training: see [Nothing of DDP is touched]."""
+
+    @functools.wraps(method)
+    def call(self: Observer, *args: P.args, **kwargs: P.kwargs) -> None:
+        if self._over:
+            return
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:
+            if self._strict and isinstance(error, Disagreement):
+                raise
+            self._end(error)
+
+    return call  # type: ignore[return-value]  # wrapped, it is one
 
 
 class Observer:
     """Made by `observe`; hears the hooks of a DDP model."""
 
-    def __init__(self, ddp: DistributedDataParallel, lane: Lane, entries: list[Entry], guard: Guard) -> None:
-        self._ddp = weakref.ref(ddp)  # DDP holds us by its hook
+    def __init__(self, ddp: DistributedDataParallel, entries: list[Entry], guard: Guard, lane: Lane | None) -> None:
+        """Without a lane it knows nothing of other ranks, and tells only what the steps cost this one."""
+        self._ddp = weakref.ref(ddp)  # its hooks hold us
         self._lane = lane
-        self._checks = Checks(lane, entries, guard)
+        self._checks = None if lane is None else Checks(lane, entries, guard)
+        self._strict = guard.drift in ("repair", "raise")  # the user wants to be stopped
         self._entries = entries
         self._indices = {id(entry.param): entry.index for entry in entries}
         self._recorder = Recorder()
         self._tracing: Tracing | None = None
-        self._group: dist.ProcessGroup = ddp.process_group
-        self._on_device = entries[0].param.is_cuda and dist.get_backend(ddp.process_group) == "nccl"
-        self._hooked: bool | None = None  # whether we see buckets; None: not known before the first forward
-        self._layout: list[BucketPlan] = []
-        self._in_backward = False
-        self._fired = False
+        self._departures = Departures(entries, self._left)
+        backend = dist.get_backend(ddp.process_group)
+        self._on_device = entries[0].param.is_cuda and backend == "nccl"
+        self._uses_sockets = backend == "gloo"
+        self._late = ddp.mixed_precision is not None  # parameters are back in full precision after DDP's callback
+        self._size = dist.get_world_size(ddp.process_group)
+        self._step = 0
+        self._over = False
+        self._in_backward = self._fired = self._synchronizes = False
         self._begin_step()
         self._hooks = Hooks(self, ddp, ())
         self._hooks.listen(entries)
@@ -74,24 +97,18 @@ class Observer:
         # DDP keeps us; its parameters may go on without it, in another wrapper.
         weakref.finalize(ddp, take_off, self._hooks.handles, self._optimizer_hooks).atexit = False
 
-    # A copy of the DDP model (an average of weights, torch.save) is not observed.
-
-    def __deepcopy__(self, memo: object) -> "Unobserved":
-        return Unobserved()
-
-    def __reduce__(self) -> tuple[type["Unobserved"], tuple[()]]:
-        return Unobserved, ()
-
     def _begin_step(self) -> None:
         self._trips: list[Trip] = []
-        self._launched: list[tuple[float, float]] = []  # of each bucket, by the host's clock
-        self._synchronizes = True
+        self._first_left: float | None = None  # by the host's clock
+        self._computed_at: Moment | None = None
+        self._departures.begin()
 
     def trace(self, tracing: Tracing) -> None:
         """Write down every moment from now on."""
         self._tracing = tracing
         self._recorder.told = tracing.tracer.waited
-        self._checks.findings.noted = tracing.tracer.health
+        if self._checks is not None:
+            self._checks.findings.noted = tracing.tracer.health
 
     # What a user asks
 
@@ -101,45 +118,56 @@ class Observer:
 
     def stats(self) -> dict[str, float | int | str | None]:
         """What the last steps cost: medians, as a flat dict; docs/stats.md explains each key."""
-        return self._recorder.stats() | self._checks.findings.stats()
+        found = {"skipped_steps": 0, "drift_findings": 0} if self._checks is None else self._checks.findings.stats()
+        return self._recorder.stats() | found
 
     def close(self) -> None:
-        """Look on no more; every rank calls it. The communication hook stays, and only averages, as DDP would."""
+        """Look on no more; every rank calls it."""
+        self._over = True
         take_off(self._hooks.handles, self._optimizer_hooks)
         if self._tracing is not None:
             self._tracing.close()
             self._tracing = None
         self._recorder = Recorder()
-        self._lane.close(together=self._checks.said_goodbye())
+        if self._lane is not None and self._checks is not None:
+            self._lane.close(together=self._checks.said_goodbye())
+            self._lane = self._checks = None
 
     # For the hooks
 
+    @_harmless
     def before_forward(self) -> None:
         self._in_backward = False  # a backward that raised did not end
+        if any(entry.owner.get(entry.key) is not entry.param for entry in self._entries):
+            self._renew()
         if self._tracing is not None:
             self._tracing.border()
             self._tracing.forward_begins()
 
+    @_harmless
     def backward_begins(self) -> None:
         if self._in_backward:
             return
         self._in_backward, self._fired = True, False
-        if self._hooked is None:
-            self._put_hook_in()
         ddp = self._ddp()
         self._synchronizes = ddp is not None and ddp.require_backward_grad_sync
-        # Ranks that are out of data take part in sums, but in nothing of ours.
-        self._checks.paused = ddp is None or ddp._join_config.enable
+        if ddp is not None and self._synchronizes:
+            self._look_at(ddp)
         if self._tracing is not None:
             self._tracing.backward_begins()
         queue_callback(self._computed)
 
+    @_harmless
     def arrived(self, entry: Entry, param: torch.Tensor) -> None:
         if not self._in_backward:
             self.backward_begins()
         self._fired = True
         if self._tracing is not None and self._tracing.tracer.each_gradient:
             self._tracing.tracer.arrived(entry.index)
+        if self._synchronizes:
+            if self._checks is not None and self._checks.looks:
+                self._checks.look_at(entry, param.grad)
+            self._departures.arrived(entry.index)
 
     # Optimizers are heard of by hooks on all of them, `_before_step` and `_after_step`: these are not called.
 
@@ -149,6 +177,7 @@ class Observer:
 
     def after_step(self, optimizer: Optimizer, closure: bool) -> None: ...
 
+    @_harmless
     def _computed(self) -> None:
         """See [Two callbacks]."""
         self._in_backward = False
@@ -157,34 +186,52 @@ class Observer:
         if self._tracing is not None:
             self._tracing.backward_ends()
         if self._synchronizes:
-            self._checks.announce()
+            self._departures.finish()
+            if not self._late:
+                self._announce()
             self._recorder.start_waiting(self._on_device)
+            self._computed_at = None if self._tracing is None else self._tracing.tracer.detail()
             queue_callback(self._averaged)
 
+    @_harmless
     def _averaged(self) -> None:
-        spans = [(start, stop) for start, stop in self._launched if stop]
-        nbytes = sum(trip.nbytes for trip in self._trips)
-        self._recorder.finish_step(self._lane.step, spans, nbytes, len(self._trips), None, self._sent(nbytes))
+        self._finish_record()
         if self._tracing is not None:
-            self._tracing.write_layout(Layout(self._lane.step, self._layout))
-            self._tracing.over(self._lane.step, self._trips)
-        self._lane.step += 1
+            self._tracing.write_layout(Layout(self._step, self._departures.layout))
+            self._tracing.over(self._step, self._trips)
+        if self._late:
+            self._announce()
+        self._step += 1
+        if self._lane is not None:
+            self._lane.step = self._step
         self._begin_step()
-        self._checks.hear()
+        self._compare(Checks.hear)
+
+    def _finish_record(self) -> None:
+        known = self._first_left is not None and not self._on_device  # NCCL's own streams are not timed
+        spans = [(self._first_left or 0.0, time.perf_counter())] if known else []
+        nbytes = 0 if self._late else sum(trip.nbytes for trip in self._trips)  # what a user's hook sends, it knows
+        self._recorder.finish_step(self._step, spans, nbytes, len(self._trips), None, self._sent(nbytes))
+        if self._tracing is not None:
+            averaged_at = self._tracing.tracer.detail()
+            for trip in self._trips:
+                trip.wait_from, trip.wait_to = self._computed_at, averaged_at
 
     def _sent(self, nbytes: int) -> int:
         """On a network: what a ring sends, which is how gloo and NCCL sum large buckets; NCCL needs none in a host."""
-        size = self._lane.groups.size
-        if self._lane.one_host and dist.get_backend(self._group) != "gloo":
+        if not self._uses_sockets and (self._lane is None or self._lane.one_host):
             return 0
-        return round(2 * (size - 1) / size * nbytes)
+        return round(2 * (self._size - 1) / self._size * nbytes)
 
+    @_harmless
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_ours(optimizer):
-            self._checks.know(optimizer)
+            if self._checks is not None:
+                self._checks.know(optimizer)
             if self._tracing is not None:
                 self._tracing.optimizer_begins()
 
+    @_harmless
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._tracing is not None and self._is_ours(optimizer):
             self._tracing.optimizer_ends()
@@ -193,61 +240,70 @@ class Observer:
         """Whether it steps this model; a group of parameters is of one model, so its first tells."""
         return any(id(param) in self._indices for group in optimizer.param_groups for param in group["params"][:1])
 
-    # Buckets: see [The same bits]
+    # What DDP is about to do
 
-    def _put_hook_in(self) -> None:
-        ddp = self._ddp()
-        self._hooked = ddp is not None and not ddp._comm_hooks
-        if ddp is not None and self._hooked:
-            ddp.register_comm_hook(self, average_bucket)
+    def _look_at(self, ddp: DistributedDataParallel) -> None:
+        if ddp._delay_all_reduce_all_params:  # it has neither buckets nor hooks
+            return
+        if self._checks is not None:
+            # Ranks that are out of data take part in sums, but in nothing of ours.
+            self._checks.paused = ddp._join_config.enable
+        # A hook of the user's may write parameters until backward has ended.
+        self._late = ddp.mixed_precision is not None or bool(ddp._comm_hooks)
+        departures = self._departures
+        if not departures.layout or (ddp._has_rebuilt_buckets and not departures.settled):
+            departures.read(ddp._get_ddp_logging_data())
 
-    def launch(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """A bucket is full: do what DDP would."""
-        buffer, index = bucket.buffer(), bucket.index()
-        trip, number = self._trip(bucket), len(self._launched)
-        self._launched.append((time.perf_counter(), 0.0))
-        self._checks.look_at(bucket)
-        with span("launch", index):
-            buffer.mul_(1.0 / self._lane.groups.size)
-            work = self._group.allreduce([buffer])
-
-        def done(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-            # On a GPU this runs at once, on a stream that follows the sum: the moment is an event there.
-            if trip.launched is not None and self._tracing is not None:
-                trip.done = trip.wait_to = self._tracing.tracer.timer.now()
-            if number < len(self._launched) and not self._on_device:
-                self._launched[number] = (self._launched[number][0], time.perf_counter())
-            return future.value()[0]
-
-        return work.get_future().then(done)
-
-    def _trip(self, bucket: GradBucket) -> Trip:
-        buffer, index = bucket.buffer(), bucket.index()
-        nbytes = buffer.numel() * buffer.element_size()
-        now = None if self._tracing is None else self._tracing.tracer.detail()
-        trip = Trip(index, nbytes, now, now)
+    def _left(self, bucket: int) -> None:
+        if self._first_left is None:
+            self._first_left = time.perf_counter()
+        trip = Trip(bucket, self._departures.layout[bucket].nbytes)
         self._trips.append(trip)
         if self._tracing is not None:
-            self._tracing.tracer.left(index)
-            if index >= len(self._layout) or self._layout[index].nbytes != nbytes:
-                self._note_layout(bucket, nbytes)
-        return trip
+            trip.ready = trip.launched = self._tracing.tracer.detail()
+            self._tracing.tracer.left(bucket)
 
-    def _note_layout(self, bucket: GradBucket, nbytes: int) -> None:
-        """DDP lays its buckets out anew after the first step."""
-        parameters = [self._indices[id(param)] for param in bucket.parameters() if id(param) in self._indices]
-        plan = BucketPlan(bucket.index(), parameters, nbytes, None)
-        kept = [each for each in self._layout if each.bucket != plan.bucket and not {*each.parameters} & {*parameters}]
-        self._layout = sorted([*kept, plan])
+    # Between the ranks
 
+    def _announce(self) -> None:
+        self._compare(Checks.announce)
 
-class Unobserved:
-    """The communication hook's state in a copy of an observed model: what DDP does by itself."""
+    def _compare(self, do: Callable[[Checks], None]) -> None:
+        if self._checks is None:
+            return
+        try:
+            do(self._checks)
+        except Exception as error:
+            self._checks.stop()
+            if self._strict and isinstance(error, Disagreement):
+                raise
+            say(f"replicas are no longer compared, and training goes on: {error}")
 
-    def launch(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        return allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
+    def _renew(self) -> None:
+        """Parameters were replaced, or moved."""
+        ddp = self._ddp()
+        replaced = [] if ddp is None else renew(self._entries, ddp.module)
+        self._indices = {id(entry.param): entry.index for entry in self._entries}
+        if not replaced:
+            return
+        self._hooks.listen_anew(replaced)
+        if self._checks is not None:
+            self._checks.replaced()
+        text = account(replaced)
+        if self._tracing is not None:
+            self._tracing.tracer.health(Health(self._step, "replaced", [dist.get_rank()], replaced[0].name, None, text))
+        say(f"{self._place()} {text}")
 
+    def _place(self) -> str:
+        return place(dist.get_rank(), self._size, self._step)
 
-def average_bucket(observer: Observer | Unobserved, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The communication hook."""
-    return observer.launch(bucket)
+    def _end(self, error: Exception) -> None:
+        """Watching went wrong."""
+        self._over = True
+        say(f"{self._place()} this DistributedDataParallel is no longer observed, and trains on: {error!r}")
+        if self._tracing is not None:
+            self._tracing.failed(error)
+            self._tracing.close()
+            self._tracing = None
+        if self._lane is not None:
+            self._lane.close(together=False)

@@ -3,18 +3,41 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
-from gradsync.engine.inventory import take_inventory
+from gradsync.engine.bucket import Entry
 from gradsync.engine.tracing import Tracing, accord, open_tracer, wanted
+from gradsync.engine.user_hooks import hook_on
+from gradsync.errors import GradSyncError, listed
 from gradsync.guard.header import HEAD_NBYTES
+from gradsync.integrations.checks import say
 from gradsync.integrations.ddp import ignored_by
 from gradsync.integrations.observer import Observer
+from gradsync.integrations.roll_call import PATIENCE_S, absent
 from gradsync.policy import Guard
-from gradsync.transport.groups import group_timeout
-from gradsync.transport.lane import open_lane
+from gradsync.transport.groups import group_timeout, make_groups
+from gradsync.transport.lane import NET_S, Lane
+from gradsync.transport.liveness import Liveness
 from gradsync.transport.wires import connections
+
+_OBSERVED = "observed already; call close() on its observer"
+_ATTACHED = "attached already; call detach() on that GradSync"
+_MOST_S = 60.0  # the longest wait of ours inside a training that would go on without us
+
+
+class NotTogether(GradSyncError):
+    """Not every rank observes, so that none compares or traces."""
+
+    def __init__(self, missing: list[int]) -> None:
+        super().__init__(
+            f"{listed(missing)} did not come to observe this DistributedDataParallel within {PATIENCE_S:g} s; have "
+            "every rank call gs.observe, or set GRADSYNC_TRACE on all hosts, with gradsync installed on each"
+        )
+        self.ranks = missing
 
 
 def observe(
@@ -26,14 +49,52 @@ def observe(
         for x, y in observer.data(loader): ...
         observer.stats()["exposed_s"]
 
-    Every rank of the model's process group calls this at once, before the first backward. Or change nothing at all, and
-    run with the environment variable GRADSYNC_TRACE=runs/7: then every DistributedDataParallel is observed.
+    Every rank of the model's process group calls this at once, before the first backward. If some do not come within
+    seconds, the others say so and train on: `stats()` then tells of this rank, and there is neither trace nor
+    comparison. Or change nothing at all, and run with the environment variable GRADSYNC_TRACE=runs/7: then every
+    DistributedDataParallel is observed.
 
     Args:
         ddp: The wrapped model.
         trace: The folder for the trace; None: that of GRADSYNC_TRACE, if there is one, else no trace.
         guard: Whether replicas are compared; see `Guard`. It can only tell: what DDP has averaged is averaged.
     """
+    folder, guard, entries = _look_at(ddp, trace, guard)
+    try:
+        return together(ddp, folder, guard, entries)
+    except (GradSyncError, RuntimeError, OSError) as error:
+        say(f"{error}. This rank is observed alone: stats() tells of it, without a trace and without comparison")
+        return Observer(ddp, entries, guard, None)
+
+
+def observe_all_or_none(ddp: DistributedDataParallel) -> None:
+    """With the trace of GRADSYNC_TRACE, or not at all."""
+    folder, guard, entries = _look_at(ddp, None, None)
+    together(ddp, folder, guard, entries)  # the model's hooks keep it alive
+
+
+def together(ddp: DistributedDataParallel, folder: Path | None, guard: Guard, entries: list[Entry]) -> Observer:
+    """An observer that hears of the other ranks; raises if not all of them come."""
+    parent = ddp.process_group
+    what = repr([(entry.name, tuple(entry.param.shape)) for entry in entries])
+    if missing := absent(parent, what):
+        raise NotTogether(missing)
+    wires = connections()  # DDP's among them; what others have carries little
+    lane = _open_lane(ddp, guard)
+    if len(lane.hosts) == 1:
+        lane.open_team(HEAD_NBYTES + len(entries))  # for headers: to wake gloo's threads for them takes a millisecond
+    everywhere, run_id = accord(lane, folder)
+    observer = Observer(ddp, entries, guard, lane)
+    if folder is not None:
+        tracer = open_tracer(folder, lane, entries, None, "ddp", run_id)
+        tracer.stats = observer.stats
+        observer.trace(Tracing(tracer, lane, everywhere, wires))
+    return observer
+
+
+def _look_at(
+    ddp: DistributedDataParallel, trace: str | os.PathLike[str] | None, guard: Guard | None
+) -> tuple[Path | None, Guard, list[Entry]]:
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(
             f"observe(ddp) takes a DistributedDataParallel, got {type(ddp).__name__}; wrap the model first, or use "
@@ -41,17 +102,33 @@ def observe(
         )
     if guard is not None and not isinstance(guard, Guard):
         raise TypeError(f"guard must be a gs.Guard, got {guard!r}")
-    folder, guard = wanted(trace), Guard() if guard is None else guard
-    entries = take_inventory(ddp.module, (), ignored_by(ddp)).entries
+    return wanted(trace), Guard() if guard is None else guard, _entries_of(ddp)
+
+
+def _entries_of(ddp: DistributedDataParallel) -> list[Entry]:
+    """The parameters that DDP averages, in its order, each once; what others shard, or nobody has made, is left out."""
+    seen = {id(tensor) for tensor in ignored_by(ddp)}
+    entries: list[Entry] = []
+    for prefix, module in ddp.module.named_modules():
+        sparse = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
+        for key, param in module._parameters.items():
+            if param is None or id(param) in seen:
+                continue
+            seen.add(id(param))
+            if is_lazy(param) or param.is_meta or type(param.data) is not torch.Tensor:
+                continue
+            name = f"{prefix}.{key}" if prefix else key
+            if (hook := hook_on(param)) is not None:
+                raise ValueError(f"parameter {name} is {_OBSERVED if hook.observes else _ATTACHED} first")
+            entries.append(Entry(len(entries), name.replace("_orig_mod.", ""), param, module._parameters, key, sparse))
+    if not entries:
+        raise ValueError("there is nothing to observe: this DistributedDataParallel averages no parameter")
+    return entries
+
+
+def _open_lane(ddp: DistributedDataParallel, guard: Guard) -> Lane:
+    """Its connections are as patient as DDP's own, for a header may travel as long as a sum; its waits are not."""
     parent = ddp.process_group
-    wires = connections()  # DDP's among them; what others have carries little
-    lane = open_lane(parent, guard, guard.timeout if guard.timeout is not None else group_timeout(parent))
-    if len(lane.hosts) == 1:
-        lane.open_team(HEAD_NBYTES + len(entries))  # for headers: to wake gloo's threads for them takes a millisecond
-    observer = Observer(ddp, lane, entries, guard)
-    together, run_id = accord(lane, folder)
-    if folder is not None:
-        tracer = open_tracer(folder, lane, entries, None, "ddp", run_id)
-        tracer.stats = observer.stats
-        observer.trace(Tracing(tracer, lane, together, wires))
-    return observer
+    limit = guard.timeout if guard.timeout is not None else group_timeout(parent)
+    groups = make_groups(parent, min(limit, _MOST_S), limit + NET_S)
+    return Lane(groups, Liveness(groups, guard), guard, min(limit, _MOST_S))

@@ -35,6 +35,8 @@ ADVICE = {
     "loss_scale": "{scaler} and update it on every rank in every step.",
     "drift": "Bad memory, or code that changes weights on one rank only. {repair} copies the majority's; test that "
     "host's memory (sudo memtester 1G 1; a GPU's: dcgmi diag -r 3).",
+    "replaced": "Wrap the model again after parameters are replaced, or copy values into the old ones (load_state_dict "
+    "without assign=True).",
     "order": "Ranks must come to the same synchronizations in the same order: look for code around forward and "
     "backward that branches on the rank or on the data.",
     "disagreement": "Make the ranks hold the same: the sentence says what differs, and where.",

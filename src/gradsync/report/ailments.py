@@ -12,12 +12,14 @@ from gradsync.trace.reader import RunTrace
 _KINDS = {"nonfinite": "nonfinite", "skips": "nonfinite", "drift": "drift", "repair": "drift"} | {
     "order": "order",
     "loss_scale": "loss_scale",
+    "replaced": "replaced",
 }
 _HAD = {
     "nonfinite": "had NaN or Inf in the gradient of",
     "drift": "differed from the other replicas in",
     "order": "came in another order to",
     "loss_scale": "had another loss scale at",
+    "replaced": "replaced",
 }
 _MOST_NAMED = 64
 _BEHIND = {"NonFinite": ("nonfinite", "skips"), "Disagreement": ("drift", "order", "loss_scale")}

@@ -53,6 +53,11 @@ class BucketTimes(NamedTuple):
     decode_s: float
 
 
+def arrived_by(bucket: BucketTimes) -> float | None:
+    """When it was there; where nobody was told (under stock DDP), when the wait for it was over at the latest."""
+    return bucket.wait_to if bucket.done is None else bucket.done
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """Who writes."""

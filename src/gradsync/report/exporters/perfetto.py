@@ -20,7 +20,7 @@ from typing import Any
 from gradsync.report.exporters.alignment import Aligned, align
 from gradsync.report.exporters.lanes import Lane, Lanes, Span, inside
 from gradsync.trace.flight import Moment
-from gradsync.trace.lines import BucketPlan, BucketTimes, Error, Health, Step
+from gradsync.trace.lines import BucketPlan, BucketTimes, Error, Health, Step, arrived_by
 from gradsync.trace.reader import RankTrace, RunTrace
 
 Event = dict[str, Any]
@@ -112,9 +112,9 @@ class _Rank:
                 yield from self._slice(_WAITING, f"wait for bucket {bucket.bucket}", cut)
 
     def _buckets(self, step: Step, at: Callable[[float], int]) -> Iterator[Event]:
-        gone = (b for b in step.buckets or [] if b.launched is not None and b.done is not None)
+        gone = (b for b in step.buckets or [] if b.launched is not None and arrived_by(b) is not None)
         for bucket in sorted(gone, key=lambda b: b.launched or 0.0):
-            start, stop = at(bucket.launched or 0.0), at(bucket.done or 0.0)
+            start, stop = at(bucket.launched or 0.0), at(arrived_by(bucket) or 0.0)
             if stop < start or start < 0 or (lane := self._lanes.place((start, stop))) is None:
                 continue
             thread = _COMMUNICATION + lane

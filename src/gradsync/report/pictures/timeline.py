@@ -17,7 +17,7 @@ from gradsync.report.pictures.words import shown
 from gradsync.report.table import Table
 from gradsync.report.usual import Usual, usual_step
 from gradsync.report.wording import show_share
-from gradsync.trace.lines import BucketTimes, Step
+from gradsync.trace.lines import BucketTimes, Step, arrived_by
 from gradsync.units import show_nbytes, show_seconds
 
 PHASES = ("optimizer", "input", "forward", "backward", "wait")
@@ -80,13 +80,13 @@ def _length(step: Step) -> float:
 
 
 def _travels(buckets: Sequence[BucketTimes]) -> list[Travel]:
-    known = [b for b in buckets if b.done is not None and (b.launched is not None or b.sent is not None)]
+    known = [b for b in buckets if arrived_by(b) is not None and (b.launched is not None or b.sent is not None)]
     known.sort(key=lambda b: (_start(b), b.bucket))
     found = []
     for group in bins(known, _MOST_BARS):
         first, last = group[0].bucket, group[-1].bucket
         label = str(first) if len(group) == 1 else f"{first}–{last}"
-        stop = max(b.done for b in group if b.done is not None)
+        stop = max(arrived_by(b) or 0.0 for b in group)
         found.append(Travel(_start(group[0]), stop, label, sum(b.nbytes for b in group)))
     return found
 
