@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradsync as gs
+from gradsync.guard.header import Flag
 from gradsync.pace.contract import Held
 from gradsync.pace.window import Window
 
@@ -34,7 +35,7 @@ def test_exactly_the_last_of_k_times_per_batch_backwards_averages(k: int, per_ba
     for done in range(1, k * per_batch + 1):
         last = done == k * per_batch
         assert window.streams == last
-        assert window.after_backward(1, aborted=False) == last
+        assert window.after_backward(1, aborted=Flag.NONE) == last
         assert (window.micro_batches - 1) * per_batch < window.backwards <= window.micro_batches * per_batch
     assert window.micro_batches == k
     window.averaged()
@@ -45,13 +46,13 @@ def test_exactly_the_last_of_k_times_per_batch_backwards_averages(k: int, per_ba
 def test_every_step_is_a_window_of_one() -> None:
     window = Window(gs.every_step(), [])
     assert window.streams
-    assert window.after_backward(1, aborted=False)
+    assert window.after_backward(1, aborted=Flag.NONE)
 
 
 def test_hidden_gradients_are_none_and_come_back_as_the_same_tensors() -> None:
     them = parameters(1.0, None, 3.0)
     window, tensors = Window(gs.accumulate(3), them), [p.grad for _, p in them]
-    window.after_backward(1, aborted=False)
+    window.after_backward(1, aborted=Flag.NONE)
     assert grads(them) == [None, None, None]
     window.before_backward()
     assert all(p.grad is tensor for (_, p), tensor in zip(them, tensors, strict=True))
@@ -60,7 +61,7 @@ def test_hidden_gradients_are_none_and_come_back_as_the_same_tensors() -> None:
 def test_what_arrived_while_hidden_is_added() -> None:
     them = parameters(1.0, 2.0)
     window = Window(gs.accumulate(3), them)
-    window.after_backward(1, aborted=False)
+    window.after_backward(1, aborted=Flag.NONE)
     them[0][1].grad = torch.full((2,), 10.0)
     window.before_backward()
     assert grads(them) == [11.0, 2.0]
@@ -69,7 +70,7 @@ def test_what_arrived_while_hidden_is_added() -> None:
 def test_showing_twice_adds_nothing() -> None:
     them = parameters(1.0)
     window = Window(gs.accumulate(3), them)
-    window.after_backward(1, aborted=False)
+    window.after_backward(1, aborted=Flag.NONE)
     window.before_backward()
     window.before_backward()
     assert grads(them) == [1.0]
@@ -78,7 +79,7 @@ def test_showing_twice_adds_nothing() -> None:
 def test_a_window_that_was_averaged_has_forgotten_what_it_hid() -> None:
     them = parameters(1.0)
     window = Window(gs.accumulate(3), them)
-    window.after_backward(1, aborted=False)
+    window.after_backward(1, aborted=Flag.NONE)
     window.averaged()
     window.before_backward()
     assert grads(them) == [None]
@@ -89,7 +90,7 @@ def test_a_backward_without_a_gradient_hides_only_in_an_open_window() -> None:
     window = Window(gs.accumulate(2), them)
     window.put_away()
     assert grads(them) == [1.0]
-    window.after_backward(1, aborted=False)
+    window.after_backward(1, aborted=Flag.NONE)
     window.before_backward()
     window.put_away()
     assert grads(them) == [None]
@@ -99,7 +100,7 @@ def test_a_sparse_gradient_hides_and_adds_too() -> None:
     them = parameters(None)
     window, parameter = Window(gs.accumulate(2), them), them[0][1]
     parameter.grad = torch.sparse_coo_tensor([[0]], [1.0], (2,), check_invariants=True)
-    window.after_backward(1, aborted=False)
+    window.after_backward(1, aborted=Flag.NONE)
     parameter.grad = torch.sparse_coo_tensor([[1]], [2.0], (2,), check_invariants=True)
     window.before_backward()
     assert parameter.grad.to_dense().tolist() == [1.0, 2.0]
@@ -108,7 +109,7 @@ def test_a_sparse_gradient_hides_and_adds_too() -> None:
 def test_a_window_in_the_middle_survives_a_checkpoint() -> None:
     them = parameters(1.0, None)
     window = Window(gs.accumulate(3), them)
-    window.after_backward(2, aborted=False)
+    window.after_backward(2, aborted=Flag.NONE)
     held = window.held()
     window.before_backward()
     them[0][1].grad.add_(100)  # type: ignore[union-attr]  # what is held must not share memory with the run
@@ -124,7 +125,7 @@ def test_a_window_in_the_middle_survives_a_checkpoint() -> None:
 def test_closing_brings_everything_back() -> None:
     them = parameters(1.0)
     window = Window(gs.accumulate(3), them)
-    window.after_backward(1, aborted=False)
+    window.after_backward(1, aborted=Flag.NONE)
     window.close(together=True)
     assert grads(them) == [1.0]
 

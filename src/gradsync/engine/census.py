@@ -23,6 +23,7 @@ class Census:
         self._known = {id(entry.param) for entry in entries} | ignored
         self._children = [(m._modules, key, child) for m in model.modules() for key, child in m._modules.items()]
         self._counts = [(m._parameters, len(m._parameters)) for m in model.modules()]
+        self.note_trainable()
         self._forms = [(entry, entry.param.dtype, entry.param.device) for entry in (entries[0], entries[-1])]
 
     def check_model(self) -> None:
@@ -53,6 +54,23 @@ class Census:
                 if id(param) not in self._known and param.grad is not None:
                     shape = tuple(param.shape)
                     self._raise(f"{type(optimizer).__name__} got a parameter of shape {shape} after attach")
+
+    def note_trainable(self) -> None:
+        """Which parameters require a gradient now is known."""
+        self._trainable = [entry.param.requires_grad for entry in self._entries]
+
+    def trainable_changed(self) -> bool:
+        """Whether one was frozen or thawed since."""
+        return [entry.param.requires_grad for entry in self._entries] != self._trainable
+
+    def check_thawed(self, hears: Callable[[Entry], bool]) -> None:
+        """Raise if a thawed parameter has a gradient that nobody heard of."""
+        for entry, before in zip(self._entries, self._trainable, strict=True):
+            if entry.param.requires_grad and not before and entry.param.grad is not None and not hears(entry):
+                raise GradSyncError(
+                    f"{self.place()} parameter {entry.name} was thawed and used before gradsync noticed, so its "
+                    "gradient is not averaged; call the model itself, not its parts, in the first step after"
+                )
 
     def _raise(self, what: str) -> None:
         raise GradSyncError(

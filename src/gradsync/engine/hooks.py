@@ -5,6 +5,10 @@ Note [Who begins a backward]
     would fire once per segment under reentrant checkpointing; that is only the fallback, for models whose
     parts are called one by one, and for compiled ones.
 
+Note [A forward that raised]
+    The hook behind forward is called even then, while that exception is handled: another one than before forward, which
+    may itself have been called from an `except` block. In eval mode nobody waits for a backward.
+
 Note [Closures]
     `optimizer.step(closure)` runs backward inside of step. What is due before a step (to take part in what this rank's
     backward missed, to take gradients away) is then due when the closure has run, and before it returns: the
@@ -46,6 +50,13 @@ class Listener(Protocol):
     def after_step(self, optimizer: Optimizer, closure: bool) -> None: ...
 
 
+class Forwards(Protocol):
+    """Who hears of forwards that raise: see [A forward that raised]."""
+
+    def forward_comes(self, inputs: Iterable[torch.Tensor]) -> None: ...
+    def forward_did(self, error: BaseException, inputs: Iterable[torch.Tensor]) -> None: ...
+
+
 class Hooks:
     """All hooks of one GradSync."""
 
@@ -55,14 +66,18 @@ class Hooks:
         model: torch.nn.Module,
         optimizers: Iterable[Optimizer],
         user_hooks: UserHooks | None = None,
+        aborted: Forwards | None = None,
     ) -> None:
         """Without `user_hooks` it is an observer's: parameters do not keep the listener, which ends with `model`, a
         wrapper that they may survive, and the users' hooks are autograd's affair."""
         self._listener = listener
         self._user_hooks = user_hooks
+        self._aborted = aborted
+        self._handled = id(None)  # the exception that was handled already when forward began
+        self._refused = False  # whether it was our own hook that raised
         self.handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(self._before_forward),
-            model.register_forward_hook(self._after_forward),
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            model.register_forward_hook(self._after_forward, with_kwargs=True, always_call=aborted is not None),
         ]
         for optimizer in optimizers:
             self.handles.append(optimizer.register_step_pre_hook(self._before_step))
@@ -94,16 +109,30 @@ class Hooks:
     def remove(self) -> None:
         take_off(self.handles)
 
-    def _before_forward(self, module: torch.nn.Module, args: object) -> None:
+    def _before_forward(self, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> None:
         # While a compiler traces the model, a hook must not leave a trace: see [Who begins a backward].
         if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not in_backward():
+            self._handled, self._refused = id(sys.exception()), True
+            if self._aborted is not None:
+                self._aborted.forward_comes(_tensors((args, kwargs)))
             self._listener.before_forward()
+            self._refused = False
 
-    def _after_forward(self, module: torch.nn.Module, args: object, output: object) -> None:
+    def _after_forward(self, module: torch.nn.Module, args: Args, kwargs: Kwargs, output: object) -> None:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            error = None if self._aborted is None else sys.exception()
+            if error is not None and id(error) != self._handled:
+                self._raised(module, error, _tensors((args, kwargs)))
+                return
             for tensor in _tensors(output):
                 if tensor.grad_fn is not None:  # a leaf would keep the hook beyond this graph
                     tensor.register_hook(self._begins)
+
+    def _raised(self, module: torch.nn.Module, error: BaseException, inputs: Iterable[torch.Tensor]) -> None:
+        """See [A forward that raised]."""
+        refused, self._refused, self._handled = self._refused, False, id(None)
+        if self._aborted is not None and module.training and not refused and not in_backward():
+            self._aborted.forward_did(error, inputs)
 
     def _begins(self, grad: torch.Tensor) -> None:
         self._listener.backward_begins()
@@ -155,6 +184,7 @@ class _Silent:
 def _silent_hooks() -> Hooks:
     hooks = Hooks.__new__(Hooks)
     hooks._listener, hooks.handles, hooks._hooked, hooks._user_hooks = _Silent(), [], set(), None
+    hooks._aborted, hooks._handled, hooks._refused = None, id(None), False
     return hooks
 
 

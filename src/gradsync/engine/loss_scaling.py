@@ -36,7 +36,7 @@ class ScaledSteps:
 
     def before(self, optimizer: Optimizer) -> None:
         """It looks for gradients: a synchronization that this rank's backward missed comes first."""
-        self._steps.drop_if_aborted()
+        self._steps.aborted.put_right_before(optimizer)
         if self._steps.turns.missed(optimizer):
             self._steps.take_part(optimizer)
             self._steps.turns.is_next(optimizer)

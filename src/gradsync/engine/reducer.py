@@ -84,7 +84,7 @@ class Reducer:
         self._guard = guard
         self._buffers = buffers
         self._names = [entry.name for entry in entries]
-        self._backward = 0  # counts, to tell one from the next
+        self.number = 0  # of the backward, to tell one from the next
         self._streaming = False  # whether buckets leave during this backward
         self._turn = threading.Lock()  # autograd has a thread per device
         self._nothing_used = bytes(len(entries))  # the marks of a step that has not begun
@@ -124,7 +124,7 @@ class Reducer:
     def begin(self, synchronize: bool) -> None:
         """A backward begins; `synchronize` if it is the one after which gradients travel."""
         self.set_aside()
-        self._backward += 1
+        self.number += 1
         streams = synchronize and self.agenda.learned and self._plan.overlap == "backward"
         self._streaming = self.micro.weigh() and streams
         self._scale = self.weighting.scale()
@@ -146,10 +146,10 @@ class Reducer:
 
     def arrived(self, entry: Entry) -> None:
         """The gradient of one parameter has been accumulated into `.grad`. The hottest line of all."""
-        if entry.seen == self._backward:
+        if entry.seen == self.number:
             self._arrived_again(entry)
             return
-        entry.seen = self._backward
+        entry.seen = self.number
         self.marks[entry.index] |= Mark.USED
         bucket = entry.bucket
         if bucket is None:

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch.optim import Optimizer
 
+from gradsync.engine import refusals
+from gradsync.engine.aborted import Aborted, Backward, accumulates
 from gradsync.engine.bucket import Entry
 from gradsync.engine.building import Engine
 from gradsync.engine.census import Census
+from gradsync.engine.failing import Failing
 from gradsync.engine.hooks import Hooks, queue_callback, recomputing, refuse_compiled_autograd
 from gradsync.engine.late_hooks import LateHooks
 from gradsync.engine.pacing import check_hooked
@@ -27,12 +30,12 @@ from gradsync.engine.turns import Turns
 from gradsync.engine.user_hooks import UserHooks
 from gradsync.engine.witness import Both, Nobody, Witness
 from gradsync.engine.wrapping import check_wrapper, refuse_wrappers
-from gradsync.errors import BackwardAborted, GradSyncError, NonFinite, PeerFault
+from gradsync.errors import GradSyncError
 from gradsync.guard.calls import Call, meet
 from gradsync.guard.header import Flag, Head
 
 
-class Steps:
+class Steps(Failing):
     """The step under way, and who takes part in it."""
 
     def __init__(
@@ -43,27 +46,25 @@ class Steps:
         ignored: set[int],
         listens: bool,
     ) -> None:
-        self.witness: Witness = Nobody()
+        super().__init__(engine.reducer)
         self.tracing: Tracing | None = None
         self.no_sync_depth = 0
-        self.unsynchronized = False  # a backward ran under no_sync() since the last synchronization
+        self.unsynchronized = 0  # backwards under no_sync() since the last one outside of it
         self.joining = False
         self.active: list[int] | None = None  # who voted to be active in this step, inside join()
-        self.failed = False
         self._entries = engine.reducer.entries
-        self._in_backward = False  # since its beginning until its end-of-backward callback
-        self._fired = False  # whether a gradient arrived in this backward
+        self.aborted = Aborted(self)
+        self.backward: Backward | None = None  # since its beginning until its end-of-backward callback
+        self.launched: Callable[[], None] | None = None  # how the synchronization that was launched goes on
         self._late_hooks = LateHooks()
-        self._spoiled = False  # a backward of this window raised: the window will be dropped everywhere
         self.turns = Turns(optimizers)
-        self._trainable = [entry.param.requires_grad for entry in self._entries]
         self._census = Census(model, self._entries, ignored)
         self.user_hooks = UserHooks(self._entries)
         self.user_hooks.check = lambda name: check_hooked(self.plan, [name])
         self.install(engine)
         self._lock = threading.Lock()  # autograd has a thread per device, and each may bring the first gradient
         # One rank alone has nothing to hear of: it costs nothing.
-        self._hooks = Hooks(self, model, optimizers, self.user_hooks) if listens else None
+        self._hooks = Hooks(self, model, optimizers, self.user_hooks, self.aborted) if listens else None
         if self._hooks is not None:
             self._hooks.listen(self._entries)
             self.user_hooks.take_over_optimizers()
@@ -93,25 +94,26 @@ class Steps:
     @property
     def in_micro_batch(self) -> bool:
         """Whether a micro-batch has begun and not ended; what runs under no_sync() by hand ends with each backward."""
-        inside = self.pace.backwards % self.pace.per_batch > 0 or (self.pace.k > 1 and bool(self.unsynchronized))
-        return self._in_backward or inside
+        inside = self.pace.backwards % self.pace.per_batch > 0 or (self.pace.k > 1 and self.unsynchronized > 0)
+        return self.backward is not None or inside
 
     # For the hooks
 
     def before_forward(self) -> None:
-        """A forward with gradients starts: put right what an aborted backward left, notice changes, vote."""
+        """A forward with gradients starts: put right what was aborted, notice changes, vote."""
         check_wrapper()
-        self.drop_if_aborted()
+        self.aborted.put_right_before_forward()
         self._notice_changes()
         self.witness.border()
         self.vote_if_joining()
         with self.failing():
             self.pace.before_forward()
         self.witness.forward_begins()
+        self.aborted.forward_ran()
 
     def backward_begins(self) -> None:
         """The gradient of the model's output is known: backward has begun."""
-        if not self._in_backward:
+        if self.backward is None or self.backward.raised:
             refuse_compiled_autograd(self._lane.place)
             self._late_hooks.begins(known=True)
             self._begin()
@@ -119,18 +121,19 @@ class Steps:
     def arrived(self, entry: Entry, param: torch.Tensor) -> None:
         """A parameter's gradient has been accumulated."""
         try:
-            if not self._fired:
+            backward = self.backward
+            if backward is None or not backward.fired or entry.seen == self.reducer.number:
                 self._first_arrival()
             self.reducer.arrived(entry)
         except BaseException as error:
-            self._give_up(error)
+            self.give_up(error)
             raise
 
     def before_step(self, optimizer: Optimizer, closure: bool) -> None:
         """`optimizer.step()` is called; with a closure its backward is still to come."""
         if self.user_hooks.delivering:  # by a hook, which applies what was brought
             return
-        self.drop_if_aborted()
+        self.aborted.put_right_before(optimizer)
         self._census.check_optimizer(optimizer)
         self._notice_changes(unheard=True)
         if not closure:
@@ -151,11 +154,9 @@ class Steps:
 
     def _before_update(self, optimizer: Optimizer) -> None:
         """Take part in a synchronization that this rank's backward missed; then `.grad` is applied."""
+        self.aborted.end_window()
         if self.unsynchronized:
-            raise GradSyncError(
-                f"{self._lane.place()} optimizer.step() would apply gradients that only this rank has: its last "
-                "backward ran under no_sync(). Run the last backward of a step outside of it, or call drain()"
-            )
+            raise refusals.local_step(self._lane.place())
         with self.failing():
             self.pace.before_step(optimizer)
         self.take_part(optimizer)
@@ -170,65 +171,60 @@ class Steps:
             self.reducer.set_aside()
             self.turns.backward_ended()
             self.reducer.backwards += self.pace.per_batch
-            self._end_of_backwards(self.pace.per_batch, self.synchronize_now)
+            self.end_of_backwards(self.pace.per_batch, self.synchronize_now)
             self.user_hooks.deliver()
         self.turns.stepped(optimizer)
 
     # The way of a backward; see [Side by side] in shared_backward.py
 
-    def _begin(self) -> None:
-        self._refuse_if_failed()
+    def _begin(self, known: bool = True) -> None:
+        """`known`: from the model's output, before any gradient."""
+        self.refuse_if_failed()
+        self.aborted.another_backward()
         self.witness.border()  # usually before forward already
-        self._in_backward = True
-        self._fired = False
         self.user_hooks.take_over_optimizers()
         self.vote_if_joining()
+        end = partial(self._ended)
+        self.backward = Backward(bool(self.no_sync_depth), not known or accumulates(self._entries), weakref.ref(end))
         with self.failing():
             self.pace.before_backward()
         self.reducer.begin(synchronize=not self.no_sync_depth and self.pace.streams)
         self.witness.backward_begins()
-        queue_callback(self._ended)
+        queue_callback(end)
+        self.aborted.backward_begun(self.backward.accumulates)
 
     def _first_arrival(self) -> None:
+        """Also a second gradient of one parameter in one backward, unless that is another one."""
         with self._lock:
-            if not self._in_backward:
+            if self.backward is None or self.backward.raised:
                 self._begin_late()
+            assert self.backward is not None
+            if self.backward.fired:
+                return
             if torch.is_grad_enabled():
-                raise BackwardAborted(
-                    f"{self._lane.place()} backward(create_graph=True) cannot be averaged: the average would not be "
-                    "differentiable. Take the inner gradient with torch.autograd.grad(..., create_graph=True) and "
-                    "call backward() on the outer loss only"
-                )
-            self._fired = True
+                raise refusals.differentiable(self._lane.place())
+            self.backward.fired = True
             self._late_hooks.first()
 
     def _begin_late(self) -> None:
         """The fallback of [Who begins a backward]: the model's own forward was not called."""
         refuse_compiled_autograd(self._lane.place)
+        if self.backward is not None:
+            raise refusals.mixed_up(self._lane.place())
         self._late_hooks.begins(known=False)
         self._notice_changes(unheard=True)
         if self.reducer.weighting.changes:
-            raise GradSyncError(
-                f"{self._lane.place()} micro-batches that weigh differently need to be known before their gradients "
-                "come: call the model itself, not its parts"
-            )
+            raise refusals.weighed_late(self._lane.place())
         counts = self.pace.k > 1 or not self.pace.engine_averages or self.reducer.weighting.weight is not None
         if counts and recomputing():
-            raise BackwardAborted(
-                f"{self._lane.place()} reentrant checkpointing of a model whose parts are called one by one ends "
-                "backward once per segment, so windows, weights and steps would be counted wrongly. Call the model "
-                "itself, or use checkpoint(..., use_reentrant=False)"
-            )
-        self._begin()
+            raise refusals.segments(self._lane.place())
+        self._begin(known=False)
 
     def _ended(self) -> None:
-        self._in_backward = False
-        fired, self._fired = self._fired, False
-        if not fired:
-            # torch.autograd.grad: no gradient was accumulated, so nothing is to be synchronized.
-            self.reducer.micro.nothing_came(self.reducer.backwards + self.pace.backwards)
-            self.reducer.put_back()
-            self.pace.put_away()
+        backward, self.backward = self.backward, None
+        assert backward is not None
+        if not backward.fired:
+            self.nothing_came()
             return
         self.witness.backward_ends()
         self.turns.backward_ended()
@@ -236,21 +232,31 @@ class Steps:
         self.reducer.micro.merge()
         if self.plan.overlap == "backward" and len(self.reducer.agenda.buckets) > 1:
             self._late_hooks.ends()
-        if self.no_sync_depth:
-            self.unsynchronized = True
+        if backward.no_sync:
+            self.unsynchronized += 1
             return
         if self.pace.engine_averages:
-            self._end_of_backwards(1, self._launch)
+            self.end_of_backwards(1, self._launch)
         else:  # such a pace may wait here
-            conclude(partial(self._end_of_backwards, 1, self._launch), self.user_hooks.deliver)
+            conclude(partial(self.end_of_backwards, 1, self._launch), self.user_hooks.deliver)
 
-    def _end_of_backwards(self, count: int, synchronize: Callable[[], None]) -> None:
+    def nothing_came(self) -> None:
+        """It was torch.autograd.grad: no gradient was accumulated, so nothing is to be synchronized."""
+        self.reducer.micro.nothing_came(self.reducer.backwards + self.pace.backwards)
+        self.reducer.put_back()
+        self.pace.put_away()
+
+    def end_of_backwards(self, count: int, synchronize: Callable[[], None]) -> None:
+        """A micro-batch of this rank has ended, or what counts as one."""
         synchronizes = False
-        self.unsynchronized = False  # what no_sync() added up is in this backward's gradients
+        self.aborted.window = self.unsynchronized + 1 if self.unsynchronized else 0
+        self.unsynchronized = 0  # what no_sync() added up is in this backward's gradients
+        if not self.aborted.spoiled:
+            self.aborted.counted()
         try:
             with self.failing():
-                synchronizes = self.pace.after_backward(count, self._spoiled)
-            self.user_hooks.expect(self.pace, self.reducer.marks, self._spoiled)
+                synchronizes = self.pace.after_backward(count, self.aborted.spoiled)
+            self.user_hooks.expect(self.pace, self.reducer.marks, bool(self.aborted.spoiled))
         finally:  # a NaN that is raised ends the step too
             if not self.pace.engine_averages:  # the pace has seen to everything
                 self.reducer.forget()
@@ -263,15 +269,18 @@ class Steps:
     def _launch(self) -> None:
         with self.failing():
             self.reducer.watch.paused = self.joining
-            self.reducer.launch_rest(self.pace.micro_batches, self._flags(), self._source(), self.turns.steps())
+            self.reducer.launch_rest(self.pace.micro_batches, self.aborted.spoiled, self._source(), self.turns.steps())
+        self.launched = self._settle
         conclude(self._settle, self.user_hooks.deliver)
 
     def _settle(self) -> None:
         with self.failing():
             self.reducer.settle_first()
+        self.launched = self._finish
         self._finish()
 
     def _finish(self, in_backward: bool = True) -> None:
+        self.launched = None
         counts = False
         try:
             with self.failing():
@@ -285,20 +294,20 @@ class Steps:
             self.witness.synchronized(counts)
 
     def _step_ends(self) -> None:
-        self.unsynchronized = False
-        self._spoiled = False
+        self.unsynchronized = 0
+        self.aborted.spoiled = Flag.NONE
         self.active = None
 
     # Outside of backward
 
     def synchronize_now(self, flags: Flag = Flag.NONE) -> None:
         """A whole synchronization at once, with the gradients as they stand."""
-        self._refuse_if_failed()
+        self.refuse_if_failed()
         self.pace.before_backward()
         micro_batches = self.pace.micro_batches if self.pace.k > 1 else 1
         with self.failing():
             self.reducer.watch.paused = self.joining
-            self.reducer.launch_rest(micro_batches, flags | self._flags(), self._source(), self.turns.steps())
+            self.reducer.launch_rest(micro_batches, flags | self.aborted.spoiled, self._source(), self.turns.steps())
             self.reducer.settle_first()
         self._finish(in_backward=False)
         self.user_hooks.deliver()
@@ -309,11 +318,11 @@ class Steps:
         Nothing of it stays: this rank applies no average, and its next backward must not add to one.
         """
         self.pace.averaged()
-        self._clear_gradients()
+        self.clear_gradients()
         self.synchronize_now(Flag.SHADOW)
-        self._clear_gradients()
+        self.clear_gradients()
 
-    def _clear_gradients(self) -> None:
+    def clear_gradients(self) -> None:
         for entry in self._entries:
             entry.param.grad = None
 
@@ -323,11 +332,9 @@ class Steps:
 
     def drain_pace(self) -> bool:
         """Have the pace bring to an end what is under way, backwards under no_sync() among it."""
+        self.aborted.end_window()
         if self.unsynchronized and self.pace.replicas_differ:
-            raise GradSyncError(
-                f"{self._lane.place()} the last backward ran under no_sync(), and this pace counts only others: run "
-                "the last backward of a step outside of it, then call drain()"
-            )
+            raise refusals.local_drain(self._lane.place())
         with self.failing():
             more = self.pace.drain()
         if more:
@@ -335,33 +342,19 @@ class Steps:
             self.user_hooks.deliver()
         if self.unsynchronized:
             self.reducer.forget()
-            self.unsynchronized = False
+            self.unsynchronized = 0
         return more
-
-    def drop_if_aborted(self) -> None:
-        """If the last backward raised before its end, see to it that all ranks drop what it belonged to.
-
-        If it was to synchronize, buckets of it may be under way, and the others wait: finish it now.
-        Otherwise the window goes on without gradients, and is dropped when it is full.
-        """
-        if not self._in_backward:
-            return
-        self._in_backward = False
-        self.turns.backward_ended()
-        fired, self._fired = self._fired, False
-        if fired and not self.no_sync_depth:
-            self._spoiled = True
-            self._end_of_backwards(1, self.synchronize_now)
-            self.user_hooks.deliver()
 
     def meet(self, call: Call, word: bytes = bytes(8), flags: Flag = Flag.NONE) -> list[Head]:
         """Wait until every rank is in this call."""
-        self._refuse_if_failed()
+        self.refuse_if_failed()
         if call is Call.DETACH and sys.exception() is not None:
             # The others may wait elsewhere, in a collective of their framework: they hear of it, we do not wait.
             self._lane.fail()
             raise GradSyncError(f"{self._lane.place()} detached because of an error: nobody is waited for")
-        self.drop_if_aborted()
+        self.aborted.put_right()
+        if call is not Call.VOTE:
+            self.aborted.end_window()
         if call is not Call.DETACH:
             self.witness.border()
         with self.failing():
@@ -385,58 +378,23 @@ class Steps:
 
     def close(self) -> None:
         """Take the hooks off."""
+        self.aborted.forget()
         if self._hooks is not None:
             self._hooks.remove()
 
-    @contextmanager
-    def failing(self) -> Iterator[None]:
-        """After a failed synchronization no rank keeps a partial sum, and nothing more is launched."""
-        try:
-            yield
-        except BaseException as error:
-            self._give_up(error)
-            raise
-
-    def _give_up(self, error: BaseException) -> None:
-        if self.failed or isinstance(error, BackwardAborted | NonFinite):
-            return
-        self.failed = True
-        if not isinstance(error, PeerFault):
-            self._lane.fail()
-        self.witness.failed(error)
-        for entry in self._entries:
-            if entry.param.requires_grad:
-                entry.param.grad = None
-
-    def _refuse_if_failed(self) -> None:
-        if self.failed:
-            raise GradSyncError(f"{self._lane.place()} an earlier synchronization failed; detach and restart the job")
-
     # Small things
-
-    def _flags(self) -> Flag:
-        return Flag.ABORTED if self._spoiled else Flag.NONE
 
     def _source(self) -> int:
         """Whose buffers count in this step."""
         return self.active[0] if self.active else 0
 
     def _notice_changes(self, unheard: bool = False) -> None:
-        """Notice parameters that were replaced, frozen or thawed since the last step.
-
-        `unheard`: gradients may have come already, of thawed parameters to which nobody listened.
-        """
+        """Notice parameters that were replaced, frozen or thawed since the last step; `unheard`: see `check_thawed`."""
         self._census.check_model()
-        trainable = [entry.param.requires_grad for entry in self._entries]
-        if trainable != self._trainable:
+        if self._census.trainable_changed():
             assert self._hooks is not None
-            for entry, before in zip(self._entries, self._trainable, strict=True):
-                thawed = entry.param.requires_grad and not before and entry.param.grad is not None
-                if unheard and thawed and not self._hooks.hears(entry):
-                    raise GradSyncError(
-                        f"{self._lane.place()} parameter {entry.name} was thawed and used before gradsync noticed, "
-                        "so its gradient is not averaged; call the model itself, not its parts, in the first step after"
-                    )
-            self._trainable = trainable
+            if unheard:
+                self._census.check_thawed(self._hooks.hears)
+            self._census.note_trainable()
             self.reducer.note_trainable()
             self._hooks.listen(self._entries)

@@ -13,6 +13,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from gradsync import paces
+from gradsync.engine.aborted import Batches
 from gradsync.engine.keeper import Keeper
 from gradsync.engine.leaving import Leaving
 from gradsync.engine.loss_scaling import Following
@@ -102,12 +103,14 @@ class GradSync:
         self._refuse_unless_averaging("set_batch_weight()", "scale the loss instead")
         if self.plan.combine == "sum":
             raise ValueError('batch weights need combine="mean"; with "sum" scale the loss instead')
-        if self._steps.in_micro_batch:
+        self._steps.aborted.put_right_before_weight()
+        if self._steps.in_micro_batch and not self._steps.aborted.spoiled:
             raise GradSyncError(
                 f"{self._lane.place()} set_batch_weight() came after the micro-batch's first backward; "
                 "call it before, since gradients are already on their way"
             )
         self._reducer.micro.set_weight(value, self._steps.pace.micro_batches, self._reducer.backwards)
+        self._steps.aborted.weight_comes(value)
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -129,7 +132,7 @@ class GradSync:
 
     def _shadow(self) -> None:
         steps = self._steps
-        steps.drop_if_aborted()
+        steps.aborted.put_right()
         if steps.pace.backwards or steps.unsynchronized:
             window = f"{steps.pace.micro_batches} micro-batches of a short last window"
             warnings.warn(
@@ -168,12 +171,14 @@ class GradSync:
             self._steps.turns.begin_anew()
 
     def data(self, batches: Iterable[T]) -> Iterator[T]:
-        """The same batches; with a trace, the time that each takes to come is known exactly as the step's input.
+        """The same batches; where the loader raises, all ranks drop that batch, and the next one may be asked for.
+
+        With a trace, the time that each takes to come is known exactly as the step's input.
 
         for x, y in sync.data(loader):
         """
         tracing = self._steps.tracing
-        return iter(batches) if tracing is None else tracing.tracer.data(batches)
+        return Batches(iter(batches), self._steps.aborted.loader_did, None if tracing is None else tracing.tracer)
 
     def drain(self) -> bool:
         """Bring to an end what is under way, on every rank; True if `.grad` holds something for one more step.
@@ -186,7 +191,7 @@ class GradSync:
                 optimizer.zero_grad()
         """
         self._refuse_if_detached()
-        self._steps.drop_if_aborted()
+        self._steps.aborted.put_right()
         self._steps.expect_step()
         self._steps.turns.begin_anew()
         if not self._steps.pace.engine_averages:
@@ -216,7 +221,7 @@ class GradSync:
     @property
     def dropped(self) -> bool:
         """Whether the last synchronization came to nothing on every rank: a NaN, or a backward that raised."""
-        return self._reducer.dropped or self._steps.pace.dropped
+        return self._steps.aborted.drops or self._reducer.dropped or self._steps.pace.dropped
 
     def stats(self) -> dict[str, float | int | str | None]:
         """What the last steps cost: medians, as a flat dict; docs/stats.md explains each key."""

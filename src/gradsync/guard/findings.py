@@ -33,6 +33,8 @@ class Findings:
         self.noted: Callable[[Health], None] = _ignore
         self.skipped_steps = 0
         self.drift_findings = 0
+        self.error = ""  # this rank's exception in the batch that all are about to drop, as far as it is known
+        self._num_aborted = 0  # batches in a row in which a rank raised
         self._max_skips = max_skips
         self._in_a_row = 0
         self._last: deque[str] = deque(maxlen=_SHOWN)
@@ -44,8 +46,14 @@ class Findings:
         """Let the listener know."""
         self.noted(Health(step, what, list(ranks), parameter, count, text))
 
+    def aborted(self) -> int:
+        """A batch was dropped because a rank raised; how many there were in a row."""
+        self._num_aborted += 1
+        return self._num_aborted
+
     def skipped(self, step: int, found: Found) -> bool:
         """A step was skipped; True if there were too many in a row."""
+        self._num_aborted = 0
         self.skipped_steps += 1
         self._in_a_row += 1
         self._last.append(f"in step {step} {found.text}")
@@ -53,7 +61,7 @@ class Findings:
 
     def counted(self) -> None:
         """A step counts: the next skip is the first in a row."""
-        self._in_a_row = 0
+        self._in_a_row = self._num_aborted = 0
         self._last.clear()
 
     def report(self) -> str:

@@ -40,6 +40,8 @@ class Flag(enum.IntFlag):
     ABORTED = 1  # its backward raised: nobody may use this step
     WEIGHTED = 2  # its batch weight was set by the user
     SHADOW = 4  # it is out of data and only keeps the others company
+    FORWARD = 8  # with ABORTED: it was its forward that raised
+    LOADER = 16  # with ABORTED: it was its loader
 
 
 class Head(NamedTuple):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import enum
 import warnings
 
-from gradsync.errors import listed
+from gradsync.errors import GradSyncError, listed
 from gradsync.guard.findings import Findings, Found
 from gradsync.guard.header import Flag, Headers, check_headers
 from gradsync.policy import Guard
 from gradsync.transport.lane import Lane
 
+TOO_MANY = 10  # batches in a row that were dropped because something raised
 _SHOWN = 3  # ranks in a sentence
+_RAISED = {Flag.FORWARD: "forward raised", Flag.LOADER: "the loader raised"}
 
 
 class Verdict(enum.Enum):
@@ -31,16 +33,48 @@ def step_verdict(
     """
     ranks = lane.groups.ranks
     if aborted := headers.flagged(Flag.ABORTED):
-        who = listed([ranks[rank] for rank in aborted])
-        warnings.warn(
-            f"{lane.place()} backward did not finish on {who}: the batch is skipped on every rank", stacklevel=2
-        )
+        _tell_aborted(lane, {ranks[rank]: Flag(headers.heads[rank].flags) for rank in aborted}, findings)
         return Verdict.DROPPED, ""
     check_headers(headers, names, ranks)
     found = nonfinite(headers, names, ranks)
     if found is None or guard.nonfinite == "allow":
         return Verdict.COUNTS, ""
     return spoiled(lane, guard, found, findings)
+
+
+def interrupted(flags: dict[int, Flag]) -> str:
+    """What raised where.
+
+    >>> interrupted({0: Flag.ABORTED, 2: Flag.ABORTED, 3: Flag.ABORTED | Flag.FORWARD})
+    'backward did not finish on ranks 0 and 2, and forward raised on rank 3'
+    """
+    kinds: dict[str, list[int]] = {}
+    for rank, flag in flags.items():
+        for kind in _kinds(flag):
+            kinds.setdefault(kind, []).append(rank)
+    return ", and ".join(f"{kind} on {listed(ranks)}" for kind, ranks in kinds.items())
+
+
+def _kinds(flag: Flag) -> list[str]:
+    kinds = [text for kind, text in _RAISED.items() if flag & kind]
+    return kinds or ["backward did not finish"]
+
+
+def _tell_aborted(lane: Lane, flags: dict[int, Flag], findings: Findings) -> None:
+    """Warn, or raise if nothing is trained at all: every rank does the same."""
+    what = interrupted(flags)
+    error, findings.error = findings.error, ""
+    if findings.aborted() >= TOO_MANY:
+        raise GradSyncError(
+            f"{lane.place()} {TOO_MANY} batches in a row came to nothing on every rank, since {what} in the last of "
+            f"them{_in_brackets(error)}: look at what raises there"
+        )
+    warnings.warn(f"{lane.place()} {what}{_in_brackets(error)}: the batch is skipped on every rank", stacklevel=3)
+
+
+def _in_brackets(error: str) -> str:
+    """What this rank's exception says, if it was this one's."""
+    return f" ({error})" if error else ""
 
 
 def spoiled(lane: Lane, guard: Guard, found: Found, findings: Findings) -> tuple[Verdict, str]:

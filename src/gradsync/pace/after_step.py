@@ -6,6 +6,7 @@ from abc import abstractmethod
 
 from torch.optim import Optimizer
 
+from gradsync.guard.header import Flag
 from gradsync.pace.contract import Pace, Site
 from gradsync.pace.schedule import Due
 from gradsync.pace.trained import Trained
@@ -38,7 +39,7 @@ class AfterStep(Pace):
         self._due.check_done(self._site.lane)
         self._trained.check()
 
-    def after_backward(self, count: int, aborted: bool) -> bool:
+    def after_backward(self, count: int, aborted: Flag) -> bool:
         self._clock += count
         if aborted:
             self._trained.drop_gradients()

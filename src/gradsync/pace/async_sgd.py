@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from gradsync.errors import GradSyncError, NonFinite
 from gradsync.guard.calls import Call
+from gradsync.guard.header import Flag
 from gradsync.pace.asynchronous import Asynchronous
 from gradsync.pace.contract import Pace, Saved, Site, Stats
 from gradsync.pace.schedule import Due
@@ -62,7 +63,7 @@ class Async(Pace):
         self._due.check_done(self._site.lane)
         self._trained.check()
 
-    def after_backward(self, count: int, aborted: bool) -> bool:
+    def after_backward(self, count: int, aborted: Flag) -> bool:
         if aborted:
             self._trained.drop_gradients()
         self._due.set()

@@ -24,7 +24,7 @@ from gradsync.exchange.exact import Exact
 from gradsync.exchange.shipping import Shipping
 from gradsync.guard.calls import Call
 from gradsync.guard.findings import Findings
-from gradsync.guard.header import Headers
+from gradsync.guard.header import Flag, Headers
 from gradsync.policy import Guard
 from gradsync.trace import Recorder
 from gradsync.transport.lane import Lane
@@ -103,8 +103,8 @@ class Pace(ABC):
         """A backward begins; what stands in `.grad` will be added to."""
 
     @abstractmethod
-    def after_backward(self, count: int, aborted: bool) -> bool:
-        """So many backwards have ended, `aborted` if by an exception. True: the engine averages gradients now."""
+    def after_backward(self, count: int, aborted: Flag) -> bool:
+        """So many backwards have ended; `aborted`: what raised, if anything. True: the engine averages gradients."""
 
     def put_away(self) -> None:  # noqa: B027
         """A backward ended without a gradient: hide again what was shown before it."""

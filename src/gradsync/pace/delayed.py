@@ -59,6 +59,7 @@ class Late(Pace):
         self._filling = False  # nothing was due after the last backward
         self._owed = Due(site.optimizers)  # see [A backward that raised]
         self._num_steps = -1  # since the last departure; -1: a rank may rightly have left one out
+        self._handed: list[torch.Tensor | None] = []  # the average of that step
 
     # The way of a step
 
@@ -75,8 +76,10 @@ class Late(Pace):
                 "applied the average that was due: with a GradScaler call scaler.step(optimizer) and scaler.update() "
                 "after a backward that raised too"
             )
+        self._hand_out_again()
         for optimizer in self._site.optimizers:
-            optimizer.step()
+            if self._owed.waits_for(optimizer):
+                optimizer.step()
         self._take_away()
 
     def before_backward(self) -> None:
@@ -85,7 +88,7 @@ class Late(Pace):
     def put_away(self) -> None:
         self._begun = self._begun_before
 
-    def after_backward(self, count: int, aborted: bool) -> bool:
+    def after_backward(self, count: int, aborted: Flag) -> bool:
         self._site.buffers.launch(self._site.lane, 0)
         self._depart(aborted)
         self._clock += count
@@ -97,6 +100,7 @@ class Late(Pace):
         self._num_steps = 0 if applies and not aborted else -1
         if applies and aborted:
             self._owed.set()
+            self._handed = [None if param.grad is None else param.grad.clone() for param in self._params]
         return False
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -107,7 +111,7 @@ class Late(Pace):
         if self._num_steps >= 0:
             self._num_steps += 1
         if self._owed.done_by(optimizer):
-            self._owed.clear()
+            self._clear_owed()
 
     def before_meeting(self, call: Call) -> None:
         self.settle()
@@ -115,11 +119,12 @@ class Late(Pace):
     def drain(self) -> bool:
         self._num_steps = -1
         if self._begun:  # under no_sync()
-            self.after_backward(1, aborted=False)
+            self.after_backward(1, Flag.NONE)
             if any(param.grad is not None for param in self._params):
                 return True
         if self._owed:
-            self._owed.clear()
+            self._hand_out_again()
+            self._clear_owed()
             return True
         self._filling = False
         self._take_away()
@@ -132,20 +137,19 @@ class Late(Pace):
     # Out and back
 
     @torch.no_grad()
-    def _depart(self, aborted: bool) -> None:
+    def _depart(self, aborted: Flag) -> None:
         """Send the gradients off, and leave none behind."""
         lane = self._site.lane
         ship = self._fleet.ships[lane.step % len(self._fleet.ships)]
         for average in self._averages:
             average.leave(ship, self._site)
         # Without a backward the loss touched no parameter: what stands in `.grad` was handed out before.
-        marks = self._fill(ship, empty=aborted or not self._begun)
+        marks = self._fill(ship, empty=bool(aborted) or not self._begun)
         self._begun = False
-        flags = Flag.ABORTED if aborted else Flag.NONE
         scale = self._scaling.now()
         vitals, _ = self._site.watch.announce()
         passage = depart(
-            self._site, self._fleet, ship, scale, flags, clock=self._clock, marks=marks, vitals=vitals,
+            self._site, self._fleet, ship, scale, aborted, clock=self._clock, marks=marks, vitals=vitals,
             num_steps=self._num_steps,
         )  # fmt: skip
         self._site.watch.take(passage.number)
@@ -185,6 +189,15 @@ class Late(Pace):
             param.grad = view if used else None
         return any(average.used)
 
+    def _hand_out_again(self) -> None:
+        """The loop has perhaps thrown it away, with what was left of the backward that raised."""
+        for param, grad in zip(self._params, self._handed, strict=True):
+            param.grad = grad
+
+    def _clear_owed(self) -> None:
+        self._owed.clear()
+        self._handed = []
+
     def _take_away(self) -> None:
         for param in self._params:
             param.grad = None
@@ -217,7 +230,7 @@ class Late(Pace):
         self.settle()  # a journey that ends later would leave its residual here
         self._averages.clear()
         self._fleet.enlist()
-        self._owed.clear()
+        self._clear_owed()
         self._begun = False
         self._num_steps = -1
         state = _below(saved.shared, "delayed.")

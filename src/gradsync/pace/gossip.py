@@ -67,7 +67,7 @@ class Gossip(AfterStep):
     def replicas_equal(self) -> bool:
         return not self._apart
 
-    def after_backward(self, count: int, aborted: bool) -> bool:
+    def after_backward(self, count: int, aborted: Flag) -> bool:
         self._apart = not self._alone
         return super().after_backward(count, aborted)
 

@@ -28,6 +28,10 @@ class Due:
         """It was done."""
         self._missing = None
 
+    def waits_for(self, optimizer: Optimizer) -> bool:
+        """Whether this one has not stepped yet."""
+        return self._missing is not None and id(optimizer) in self._missing
+
     def done_by(self, optimizer: Optimizer) -> bool:
         """An optimizer has stepped: whether it was the last one."""
         if self._missing is None:

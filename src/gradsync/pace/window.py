@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from gradsync.guard.header import Flag
 from gradsync.pace.contract import Held, Pace
 from gradsync.paces import Accumulate, EveryStep
 
@@ -54,7 +55,7 @@ class Window(Pace):
                 parameter.grad = hidden if parameter.grad is None else hidden + parameter.grad
         self._hidden.clear()
 
-    def after_backward(self, count: int, aborted: bool) -> bool:
+    def after_backward(self, count: int, aborted: Flag) -> bool:
         self.backwards += count
         if not self.has_room_for(self.backwards):
             return True

@@ -1,0 +1,340 @@
+"""What raised on this rank, and how all ranks come to drop that batch.
+
+    what raised    how it is known                                   put right by the next
+    backward       autograd let go of the callback for its end       forward, step(), drain() …, or backward
+    forward        a hook that is called even then                   forward of another batch, step(), drain() …
+    the loader     `sync.data(loader)` hands the batches out         forward, or step() without a backward
+
+To put right means to take part, marked as aborted, in what the other ranks do with this batch. Everything goes by what
+surrounded the batch when it raised: under `no_sync()` its window goes on, and is dropped when it synchronizes.
+
+Note [A backward, or torch.autograd.grad]
+    Both set off the hook on the model's output, and only one of them is missed by the others when it raises. Autograd
+    knows which it is: `backward()` without `inputs` executes every node, anything else only what it was asked for.
+
+Note [Models of one backward]
+    The first to hear of a backward tells those that it will come to later: if it raises on the way, they would never
+    have heard of it. On each of them a few parameters are looked up in the graph.
+
+Note [Tried again]
+    A forward that raised and is called again with the same input, a part of it, or from the `except` block of that very
+    error, is the same batch: nothing was skipped.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from torch.autograd.variable import Variable
+from torch.optim import Optimizer
+
+from gradsync.engine.bucket import Entry
+from gradsync.errors import GradSyncError
+from gradsync.guard.header import Flag
+from gradsync.guard.verdict import TOO_MANY, interrupted
+from gradsync.trace.tracer import Tracer
+
+if TYPE_CHECKING:
+    from gradsync.engine.steps import Steps
+
+T = TypeVar("T")
+_LOOKED_UP = 4  # parameters at either end of a model
+_awaiting: weakref.WeakSet[Steps] = weakref.WeakSet()  # those whose forward ran, and no backward since
+
+
+@dataclass(slots=True)
+class Backward:
+    """One backward under way, and what surrounded it when it began."""
+
+    no_sync: bool
+    accumulates: bool  # see [A backward, or torch.autograd.grad]
+    end: weakref.ref[Callable[[], None]]  # the callback, which only autograd keeps
+    fired: bool = False  # whether a gradient has arrived
+
+    @property
+    def raised(self) -> bool:
+        """Whether autograd gave it up before its end; may be asked from inside of the next one."""
+        return self.end() is None
+
+
+class Raised(NamedTuple):
+    """A forward or a loader that raised."""
+
+    flag: Flag
+    no_sync: bool
+    error: str
+    error_id: int  # of the exception, while it is handled
+    inputs: tuple[weakref.ref[torch.Tensor], ...] = ()
+
+
+class Aborted:
+    """What raised on this rank and is not put right yet, and what that spoils."""
+
+    def __init__(self, steps: Steps) -> None:
+        self.spoiled = Flag.NONE  # what raised in this window: it will be dropped everywhere
+        self.window = 0  # backward calls in the last one that was made by hand, under no_sync(); 0: none is
+        self._steps = steps
+        self._raised: deque[Raised] = deque()
+        self._busy = False
+        self._weight: float | None = None  # set since something raised: the next batch's
+        self._in_a_row = 0  # batches that only this rank dropped
+
+    @property
+    def drops(self) -> bool:
+        """Whether the batch that raised just now will come to nothing on every rank, though they were not told yet."""
+        backward = self._steps.backward
+        aborted = backward is not None and backward.raised and (backward.fired or backward.accumulates)
+        return self._steps.pace.engine_averages and (aborted or self._forward_raised)
+
+    @property
+    def _forward_raised(self) -> bool:
+        return any(raised.flag is Flag.FORWARD for raised in self._raised)
+
+    # What is heard
+
+    def forward_did(self, error: BaseException, inputs: Iterable[torch.Tensor]) -> None:
+        """The model's forward raised."""
+        seen = tuple(weakref.ref(tensor) for tensor in inputs)
+        self._note(Raised(Flag.FORWARD, self._steps.no_sync_depth > 0, _said(error), id(error), seen))
+
+    def loader_did(self, error: BaseException) -> None:
+        """The loader raised instead of giving a batch."""
+        self._note(Raised(Flag.LOADER, self._steps.no_sync_depth > 0, _said(error), id(error)))
+
+    def _note(self, raised: Raised) -> None:
+        if self._steps.listens and not self._steps.failed:
+            self._raised.append(raised)
+
+    def forward_comes(self, inputs: Iterable[torch.Tensor]) -> None:
+        """A forward begins: see [Tried again]."""
+        if self._raised and self._raised[-1].flag is Flag.FORWARD:
+            last = self._raised[-1]
+            if last.error_id in _handled() or _shared(last.inputs, inputs):
+                self._raised.pop()
+
+    def weight_comes(self, weight: float) -> None:
+        """The user set a weight: if something raised before, it is not for that batch."""
+        if self._raised:
+            self._weight = weight
+
+    # What is done
+
+    def put_right(self, loader: bool = True) -> None:
+        """Have every rank drop the batches that raised here. `loader`: also one that never came."""
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            self._complete()
+            self._drop_backward(whole=True)
+            while self._raised and (loader or self._raised[0].flag is not Flag.LOADER):
+                raised = self._raised.popleft()
+                self._catch_up()
+                self._drop(raised.flag, raised.no_sync or self._goes_on(raised), raised.error, whole=True)
+        finally:
+            self._busy = False
+        weight, self._weight = self._weight, None
+        if weight is not None:
+            reducer = self._steps.reducer
+            reducer.micro.set_weight(weight, self._steps.pace.micro_batches, reducer.backwards)
+
+    def put_right_before_forward(self) -> None:
+        """The same before the next batch, which must not add to a gradient that the loop has left behind."""
+        left = self._steps.launched is not None
+        self.put_right()
+        if left:
+            self._steps.clear_gradients()
+
+    def put_right_before(self, optimizer: Optimizer) -> None:
+        """The same before its step, for which a batch of the loader is missed only if no backward came."""
+        self.put_right(loader=self._steps.unsynchronized > 0 or self._steps.turns.missed(optimizer))
+
+    def put_right_before_weight(self) -> None:
+        """A weight is for the batch that comes: a backward that raised has to be over. A forward may be tried again."""
+        if self._steps.backward is not None and self._steps.backward.raised:
+            self._drop_backward(whole=True)
+
+    def another_backward(self) -> None:
+        """A backward begins: one of the same batch may have raised, and a forward that did was not the whole batch."""
+        self._complete()
+        self._drop_backward(whole=False)
+        if self._forward_raised:
+            self._raised = deque(each for each in self._raised if each.flag is not Flag.FORWARD)
+
+    def forward_ran(self) -> None:
+        """A backward may come to this model now."""
+        _awaiting.add(self._steps)
+
+    def forget(self) -> None:
+        """The model is detached."""
+        _awaiting.discard(self._steps)
+
+    def backward_begun(self, accumulates: bool) -> None:
+        """See [Models of one backward]."""
+        _awaiting.discard(self._steps)
+        if accumulates and _awaiting:
+            for other in list(_awaiting):
+                if other in _awaiting and other.aborted.is_reached():
+                    other.backward_begins()
+
+    def is_reached(self) -> bool:
+        """Whether the backward under way will come to this model."""
+        trainable = [entry.param for entry in self._steps.reducer.entries if entry.param.requires_grad]
+        return any_executed([*trainable[:_LOOKED_UP], *trainable[_LOOKED_UP:][-_LOOKED_UP:]])
+
+    def end_window(self) -> None:
+        """A window under no_sync() in which something raised is given up before its last backward: take part now."""
+        if self.spoiled and self._steps.unsynchronized:
+            self._steps.end_of_backwards(self._rest(), self._steps.synchronize_now)
+            self._steps.user_hooks.deliver()
+
+    def _complete(self) -> None:
+        """Another's callback at the end of backward raised before ours: what was launched has to come back."""
+        if self._steps.launched is not None and not self._steps.failed:
+            self._steps.launched()
+            self._steps.user_hooks.deliver()
+
+    def _catch_up(self) -> None:
+        """Do what comes before a batch."""
+        steps = self._steps
+        steps.refuse_if_failed()
+        steps.witness.border()
+        steps.vote_if_joining()
+        with steps.failing():
+            steps.pace.before_forward()
+
+    def _drop_backward(self, whole: bool) -> None:
+        backward, self._steps.backward = self._steps.backward, None
+        if backward is None:
+            return
+        if not backward.fired and not backward.accumulates:
+            self._steps.nothing_came()
+            return
+        error = sys.exception()
+        self._drop(Flag.NONE, backward.no_sync, "" if error is None else _said(error), whole)
+
+    def _drop(self, flag: Flag, no_sync: bool, error: str, whole: bool) -> None:
+        """Take part in what the others do with a batch; `whole`: with what was still to come of it too."""
+        steps = self._steps
+        steps.refuse_if_failed()
+        count = self._rest() if whole else 1
+        self.spoiled |= Flag.ABORTED | flag
+        steps.turns.backward_ended()
+        steps.reducer.backwards += count
+        steps.reducer.micro.merge()
+        if steps.pace.replicas_differ:
+            self._tell_alone(flag, error)
+        else:
+            steps.reducer.findings.error = error
+        if no_sync:
+            steps.unsynchronized += 1
+        else:
+            steps.end_of_backwards(count, steps.synchronize_now)
+            steps.user_hooks.deliver()
+
+    def _goes_on(self, raised: Raised) -> bool:
+        """Whether a window by hand goes on after a batch that never came: nobody knows whether it was its last one."""
+        steps = self._steps
+        if raised.flag is not Flag.LOADER or not (steps.unsynchronized or self.window):
+            return False
+        begins_anew = steps.no_sync_depth > 0 and self.window > 0
+        return not (begins_anew and steps.unsynchronized + 1 >= self.window)
+
+    def _rest(self) -> int:
+        """How many backward calls of a batch are still to come."""
+        pace = self._steps.pace
+        return pace.per_batch - pace.backwards % pace.per_batch
+
+    def _tell_alone(self, flag: Flag, error: str) -> None:
+        """Where every rank steps by itself, only this rank skips the batch."""
+        lane, self._in_a_row = self._steps.reducer.lane, self._in_a_row + 1
+        rank = lane.groups.ranks[lane.groups.rank]
+        said = f"{lane.place()} {interrupted({rank: Flag.ABORTED | flag})}{f' ({error})' if error else ''}"
+        if self._in_a_row >= TOO_MANY:
+            with self._steps.failing():
+                raise GradSyncError(f"{said}: the {TOO_MANY}th batch in a row that comes to nothing on this rank")
+        warnings.warn(f"{said}: the batch is skipped on this rank, where every rank steps by itself", stacklevel=4)
+
+    def counted(self) -> None:
+        """A batch of this rank came to something."""
+        self._in_a_row = 0
+
+
+class Batches(Iterator[T]):
+    """The batches of a loader, which may go on after it raised."""
+
+    def __init__(self, source: Iterator[T], raised: Callable[[BaseException], None], tracer: Tracer | None) -> None:
+        self._source = source
+        self._raised = raised
+        self._tracer = tracer
+
+    def __iter__(self) -> Batches[T]:
+        return self
+
+    def __next__(self) -> T:
+        begun = None if self._tracer is None else self._tracer.input_begins()
+        try:
+            batch = next(self._source)
+        except StopIteration:
+            raise
+        except Exception as error:
+            self._raised(error)
+            raise
+        if self._tracer is not None and begun is not None:
+            self._tracer.input_ends(begun)
+        return batch
+
+
+def accumulates(entries: Iterable[Entry]) -> bool:
+    """Whether the backward under way adds to `.grad`: see [A backward, or torch.autograd.grad]."""
+    trainable = (entry.param for entry in entries if entry.param.requires_grad)
+    if Variable._execution_engine.is_checkpoint_valid():
+        return next(trainable, None) is not None
+    return any_executed(trainable)
+
+
+def any_executed(params: Iterable[torch.Tensor]) -> bool:
+    """Whether the backward under way adds to `.grad` of one of these."""
+    with torch.enable_grad():
+        return any(_is_executed(param.view_as(param).grad_fn) for param in params)
+
+
+def _is_executed(view: Any) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(view.next_functions[0][0]))
+    except RuntimeError:  # torch.autograd.grad takes this very gradient, and adds it to nothing
+        return False
+
+
+def _handled() -> set[int]:
+    """The exceptions that are handled just now: the one, and those it came of."""
+    found, error = set(), sys.exception()
+    while error is not None and id(error) not in found:
+        found.add(id(error))
+        error = error.__cause__ or error.__context__
+    return found
+
+
+def _shared(before: Iterable[weakref.ref[torch.Tensor]], now: Iterable[torch.Tensor]) -> bool:
+    """Whether a tensor of now lies where one of before lies."""
+    places = {_place(tensor) for tensor in (each() for each in before) if tensor is not None}
+    return any(_place(tensor) in places for tensor in now)
+
+
+def _place(tensor: torch.Tensor) -> object:
+    try:
+        return tensor.untyped_storage().data_ptr() or id(tensor)
+    except (NotImplementedError, RuntimeError):  # sparse, or of a subclass without a storage
+        return id(tensor)
+
+
+def _said(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

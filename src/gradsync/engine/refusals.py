@@ -1,0 +1,55 @@
+"""What a loop may not do between two steps, in sentences; `place` is where this rank is."""
+
+from __future__ import annotations
+
+from gradsync.errors import BackwardAborted, GradSyncError
+
+
+def differentiable(place: str) -> BackwardAborted:
+    """A backward that makes a graph of itself."""
+    return BackwardAborted(
+        f"{place} backward(create_graph=True) cannot be averaged: the average would not be differentiable. Take the "
+        "inner gradient with torch.autograd.grad(..., create_graph=True) and call backward() on the outer loss only"
+    )
+
+
+def segments(place: str) -> BackwardAborted:
+    """A backward that ends several times."""
+    return BackwardAborted(
+        f"{place} reentrant checkpointing of a model whose parts are called one by one ends backward once per segment, "
+        "so windows, weights and steps would be counted wrongly. Call the model itself, or use "
+        "checkpoint(..., use_reentrant=False)"
+    )
+
+
+def weighed_late(place: str) -> GradSyncError:
+    """Another weight, which is heard of when gradients have come."""
+    return GradSyncError(
+        f"{place} micro-batches that weigh differently need to be known before their gradients come: call the model "
+        "itself, not its parts"
+    )
+
+
+def mixed_up(place: str) -> GradSyncError:
+    """A backward whose beginning nobody announced, after one that raised."""
+    return GradSyncError(
+        f"{place} a backward raised, and another one has begun without a call of the model or of optimizer.step() "
+        "between them, so their gradients cannot be told apart: after a backward that raised call optimizer.step(), "
+        "which applies nothing, or call the model itself and not its parts"
+    )
+
+
+def local_step(place: str) -> GradSyncError:
+    """A step in the middle of a window."""
+    return GradSyncError(
+        f"{place} optimizer.step() would apply gradients that only this rank has: its last backward ran under "
+        "no_sync(). Run the last backward of a step outside of it, or call drain()"
+    )
+
+
+def local_drain(place: str) -> GradSyncError:
+    """The end of training in the middle of a window, where nobody counts its backwards."""
+    return GradSyncError(
+        f"{place} the last backward ran under no_sync(), and this pace counts only others: run the last backward of a "
+        "step outside of it, then call drain()"
+    )
