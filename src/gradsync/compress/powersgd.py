@@ -79,5 +79,5 @@ def start_q(param: Param, rank: int, seed: int) -> torch.Tensor:
     >>> start_q(Param("weight", (8, 6)), rank=2, seed=0).shape
     torch.Size([6, 2])
     """
-    generator = torch.Generator().manual_seed(number_of(param.name) ^ seed)
+    generator = torch.Generator("cpu").manual_seed(number_of(param.name) ^ seed)
     return torch.randn(matrix(param.shape)[1], rank, generator=generator, dtype=torch.float32, device="cpu")

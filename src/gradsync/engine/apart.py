@@ -54,4 +54,5 @@ def _sparse_grad(param: torch.nn.Parameter) -> torch.Tensor:
     if param.grad is not None:
         return param.grad if param.grad.is_sparse else param.grad.to_sparse(1)
     indices = torch.empty(1, 0, dtype=torch.int64, device=param.device)
-    return torch.sparse_coo_tensor(indices, param.new_empty(0, *param.shape[1:]), param.shape, check_invariants=False)
+    values = param.new_empty(0, *param.shape[1:])
+    return torch.sparse_coo_tensor(indices, values, param.shape, device=param.device, check_invariants=False)

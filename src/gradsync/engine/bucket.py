@@ -54,7 +54,7 @@ class Entry:
         self.sparse = sparse
         # Where its gradient travels; None while it is frozen or sparse.
         self.bucket: Bucket | None = None
-        self.view = torch.empty(0)
+        self.view = torch.empty(0, dtype=torch.float32, device="cpu")
         self.ptr = 0
         self.large = False
         # The synchronization under way.

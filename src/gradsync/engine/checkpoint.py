@@ -115,15 +115,15 @@ def flatten_shared(saved: Saved) -> State:
     shared = saved.shared
     order, held, learned = shared.arrangement
     return {
-        "gradsync.format": torch.tensor(FORMAT),
-        "gradsync.step": torch.tensor(shared.step),
-        "gradsync.world_size": torch.tensor(shared.world_size),
-        "gradsync.unit": torch.tensor(shared.unit, dtype=torch.float64),
-        "gradsync.backwards": torch.tensor(shared.backwards),
+        "gradsync.format": torch.tensor(FORMAT, device="cpu"),
+        "gradsync.step": torch.tensor(shared.step, device="cpu"),
+        "gradsync.world_size": torch.tensor(shared.world_size, device="cpu"),
+        "gradsync.unit": torch.tensor(shared.unit, dtype=torch.float64, device="cpu"),
+        "gradsync.backwards": torch.tensor(shared.backwards, device="cpu"),
         "gradsync.recipe": _from_text(shared.recipe.ljust(_RECIPE_LENGTH)),
         "gradsync.order": _from_text(json.dumps(order)),
-        "gradsync.held": torch.tensor([name in held for name in order], dtype=torch.bool),
-        "gradsync.learned": torch.tensor(learned),
+        "gradsync.held": torch.tensor([name in held for name in order], dtype=torch.bool, device="cpu"),
+        "gradsync.learned": torch.tensor(learned, device="cpu"),
         **{_FACTOR + name: factor for name, factor in saved.factors.items()},
         **{_PACE + key: tensor for key, tensor in saved.pace.items()},
     }
@@ -132,9 +132,9 @@ def flatten_shared(saved: Saved) -> State:
 def flatten_part(rank: int, part: Part) -> State:
     """What this rank alone has."""
     state = {
-        "num_hidden": torch.tensor(part.num_hidden),
-        "num_residuals": torch.tensor(len(part.residuals)),
-        "weight": torch.tensor(part.weight or [math.nan] * 4, dtype=torch.float64),
+        "num_hidden": torch.tensor(part.num_hidden, device="cpu"),
+        "num_residuals": torch.tensor(len(part.residuals), device="cpu"),
+        "weight": torch.tensor(part.weight or [math.nan] * 4, dtype=torch.float64, device="cpu"),
     }
     state |= {f"residual.{name}": residual for name, residual in part.residuals.items()}
     state |= {f"pace.{key}": tensor for key, tensor in part.pace.items()}
@@ -207,7 +207,9 @@ def _read_part(kinds: dict[str, State], shapes: Shapes) -> Part:
         )
     for name, indices in kinds.get("indices", {}).items():
         values = kinds["values"][name]
-        hidden[name] = torch.sparse_coo_tensor(indices, values, tuple(shapes[name]), check_invariants=False)
+        hidden[name] = torch.sparse_coo_tensor(
+            indices, values, tuple(shapes[name]), device=values.device, check_invariants=False
+        )
     weight = tuple(kinds["weight"][""].reshape(-1).tolist()) if "weight" in kinds else None
     num_hidden = int(kinds["num_hidden"][""]) if "num_hidden" in kinds else 0
     return Part(residuals, hidden, num_hidden, weight, kinds.get("pace", {}))

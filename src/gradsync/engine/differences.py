@@ -93,7 +93,7 @@ def account(lane: Lane, difference: Difference, holding: Holding | None) -> str:
     at, values = _first_element(lane, value)
     if not value.dim():
         return told(difference.name, lane, difference, values)
-    index = [int(i) for i in torch.unravel_index(torch.tensor(at), value.shape)]
+    index = [int(i) for i in torch.unravel_index(torch.tensor(at, device="cpu"), value.shape)]
     return told(f"element {index} of {difference.name}", lane, difference, values)
 
 

@@ -186,19 +186,19 @@ def _send(lane: Lane, state: State, to: int) -> None:
     table = [(key, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for key, tensor in state.items()]
     text = torch.frombuffer(bytearray(json.dumps(table).encode()), dtype=torch.uint8)
     control = lane.groups.control
-    for message in (torch.tensor([text.numel()]), text, *state.values()):
+    for message in (torch.tensor([text.numel()], device="cpu"), text, *state.values()):
         _see_to(lane, control.send, _bytes_of(message.cpu()), to)
 
 
 def _receive(lane: Lane, source: int) -> State:
     control = lane.groups.control
-    length = torch.zeros(1, dtype=torch.int64)
+    length = torch.zeros(1, dtype=torch.int64, device="cpu")
     _see_to(lane, control.recv, _bytes_of(length), source)
-    text = torch.empty(int(length), dtype=torch.uint8)
+    text = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     _see_to(lane, control.recv, text, source)
     state: State = {}
     for key, dtype, shape in json.loads(bytes(text.numpy())):
-        state[key] = torch.empty(shape, dtype=getattr(torch, dtype))
+        state[key] = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
         _see_to(lane, control.recv, _bytes_of(state[key]), source)
     return state
 

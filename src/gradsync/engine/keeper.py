@@ -89,7 +89,7 @@ class Keeper:
         )
         weighed = self._reducer.weighting.state()
         part = Part(kept.residuals, held.hidden, len(held.hidden), weighed, pace.own)
-        mark = {f"{self._kind}.apart": torch.tensor(int(self._pace.replicas_differ))}
+        mark = {f"{self._kind}.apart": torch.tensor(int(self._pace.replicas_differ), device="cpu")}
         stored = pace.shared if self._pace.engine_averages else pace.shared | mark
         return Saved(shared, kept.factors, {self._lane.groups.rank: part}, stored)
 

@@ -161,10 +161,10 @@ def _unpack(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
 
 def _broadcast_text(lane: Lane, text: str, source: int, what: str = "the optimizer's hyper-parameters") -> str:
     data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-    length = torch.tensor([data.numel()])
+    length = torch.tensor([data.numel()], device="cpu")
     control = lane.groups.control
     lane.run(lambda: control.broadcast(length, source), what)
-    received = data if lane.groups.rank == source else torch.empty(int(length), dtype=torch.uint8)
+    received = data if lane.groups.rank == source else torch.empty(int(length), dtype=torch.uint8, device="cpu")
     lane.run(lambda: control.broadcast(received, source), what)
     return bytes(received.numpy()).decode()
 

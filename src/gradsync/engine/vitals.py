@@ -138,7 +138,7 @@ class Vitals:
         reading = Reading(step, self.generation, self._layout, pieces, known, None, [], 0.0)
         scale = self._scale_on_device()
         if distant or scale is not None:
-            _ask(reading, distant, torch.zeros(()) if scale is None else scale)
+            _ask(reading, distant, torch.zeros((), dtype=torch.float32, device="cpu") if scale is None else scale)
         return reading
 
     def _scale_on_device(self) -> torch.Tensor | None:
@@ -155,7 +155,7 @@ class Vitals:
 def _ask(reading: Reading, distant: dict[torch.device, list[torch.Tensor]], scale: torch.Tensor) -> None:
     """Start the digests of what is on devices, and their way to the host."""
     parts = [digest.launch(part) for parts in distant.values() for part in _together(parts)]
-    coming = torch.empty(len(parts) + 1, dtype=torch.int64, pin_memory=True)
+    coming = torch.empty(len(parts) + 1, dtype=torch.int64, pin_memory=True, device="cpu")
     for place, part in zip(coming, [*parts, scale.double().view(torch.int64).reshape(())], strict=True):
         place.copy_(part, non_blocking=True)
     reading.coming = coming

@@ -58,7 +58,12 @@ class Compressed:
         last = self._parcel
         if last is None or last.items[0].shape != tuple(tensor.shape) or last.flat.dtype != tensor.dtype:
             flat = torch.zeros(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-            item = Item("the tensor", 0, tuple(tensor.shape), torch.empty(tensor.shape, device="meta").stride())
+            item = Item(
+                "the tensor",
+                0,
+                tuple(tensor.shape),
+                torch.empty(tensor.shape, device="meta", dtype=torch.float32).stride(),
+            )
             choice = self._shipping.choose(Param(item.name, item.shape, tensor.dtype))
             last = Parcel(0, flat, [item], replace(choice, feedback=False, exact_steps=0))
             self._shipping.replace(Kept({}, {}))  # forgets what it had for another form

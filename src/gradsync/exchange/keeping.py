@@ -25,7 +25,7 @@ def begin(parcels: Iterable[Parcel]) -> Kept:
         codec, device = parcel.choice.codec, parcel.flat.device
         for item in parcel.items:
             if parcel.choice.feedback:
-                kept.residuals[item.name] = torch.zeros(item.shape, device=device)
+                kept.residuals[item.name] = torch.zeros(item.shape, device=device, dtype=torch.float32)
             if isinstance(codec, PowerSGD):
                 kept.factors[item.name] = start_q(item.param, codec.rank, codec.seed).to(device)
     return kept

@@ -90,4 +90,4 @@ def _pinned_slots(lane: Lane) -> list[torch.Tensor]:
         else:
             pin(memory, lane)
             return list(memory[: _NUM_SLOTS * _SLOT_NBYTES].split(_SLOT_NBYTES))
-    return [torch.empty(_SLOT_NBYTES, dtype=torch.uint8, pin_memory=True) for _ in range(_NUM_SLOTS)]
+    return [torch.empty(_SLOT_NBYTES, dtype=torch.uint8, pin_memory=True, device="cpu") for _ in range(_NUM_SLOTS)]

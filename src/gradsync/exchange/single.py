@@ -27,7 +27,7 @@ from gradsync.transport.tickets import ByCaller
 Op = Literal["mean", "sum"]
 
 _TEXT_NBYTES = 40  # of a card: the place comes after it
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def all_reduce(
@@ -85,7 +85,7 @@ def shared_empty(
         raise TypeError(f"dtype must be a torch dtype, torch.float32 say, got {dtype!r}")
     parent = _members_group(group, "shared_empty")
     if parent.size() == 1:
-        return torch.zeros(numbers, dtype=dtype)
+        return torch.zeros(numbers, dtype=dtype, device="cpu")
     stand, nbytes = standing(parent), math.prod(numbers) * dtype.itemsize
     team = stand.lane.team
     with _call(stand, "shared_empty"):

@@ -14,8 +14,8 @@ from gradsync.transport.lane import Lane
 def average_sparse(lane: Lane, grads: list[torch.Tensor], names: list[str], scale: float) -> list[torch.Tensor]:
     """The sum over ranks of `scale` times each gradient; all are sparse, of agreed shapes and order."""
     parts = [(grad if scale else _nothing_of(grad)).coalesce() for grad in grads]
-    mine = torch.tensor([part._nnz() for part in parts], dtype=torch.int64)
-    counts = torch.empty(lane.groups.size, len(parts), dtype=torch.int64)
+    mine = torch.tensor([part._nnz() for part in parts], dtype=torch.int64, device="cpu")
+    counts = torch.empty(lane.groups.size, len(parts), dtype=torch.int64, device="cpu")
     lane.run(
         lambda: lane.groups.control.gather(counts, mine),
         f"the sizes of sparse gradients ({', '.join(names)})",
@@ -30,7 +30,7 @@ def _nothing_of(grad: torch.Tensor) -> torch.Tensor:
     """Weight 0 brings no rows at all: 0 · NaN would be NaN."""
     indices = torch.empty(grad.sparse_dim(), 0, dtype=torch.int64, device=grad.device)
     values = grad.new_empty(0, *grad.shape[grad.sparse_dim() :], layout=torch.strided)
-    return torch.sparse_coo_tensor(indices, values, grad.shape, check_invariants=False)
+    return torch.sparse_coo_tensor(indices, values, grad.shape, device=grad.device, check_invariants=False)
 
 
 def _sum_one(lane: Lane, part: torch.Tensor, counts: list[int], name: str, scale: float) -> torch.Tensor:
@@ -43,6 +43,7 @@ def _sum_one(lane: Lane, part: torch.Tensor, counts: list[int], name: str, scale
         torch.cat([each[:n] for each, n in zip(indices, counts, strict=True)]).t(),
         torch.cat([each[:n] for each, n in zip(values, counts, strict=True)]),
         part.shape,
+        device=part.device,
         check_invariants=False,
     ).coalesce()
 

@@ -53,7 +53,7 @@ _ENDS = {Call.DETACH, Call.DRAIN}  # what comes after the last batch
 def launch_header(lane: Lane, head: Head, marks: bytearray) -> tuple[Ticket, torch.Tensor]:
     """Start the exchange of headers; the rows are valid when the ticket is done."""
     row = pack_header(head, marks)
-    rows = torch.empty(lane.groups.size, HEAD_NBYTES + len(marks), dtype=torch.uint8)
+    rows = torch.empty(lane.groups.size, HEAD_NBYTES + len(marks), dtype=torch.uint8, device="cpu")
     return lane.tell_all(row, rows, "the step header"), rows
 
 

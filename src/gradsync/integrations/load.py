@@ -117,4 +117,4 @@ def _strides(param: torch.Tensor) -> tuple[int, ...]:
     """The parameter's own where it fills its memory; DDP lays out any other one row by row."""
     if torch.empty_like(param, device="meta").stride() == param.stride():
         return param.stride()
-    return torch.empty(param.shape, device="meta").stride()
+    return torch.empty(param.shape, device="meta", dtype=torch.float32).stride()

@@ -167,7 +167,7 @@ def _decode_blocks(code: Code, group: _Group, payload: Tensor) -> Tensor:
     if code.method == Method.TOPK:
         chosen = _get(payload, group.head, 2 * kept).view(torch.int16).long() & 0xFFFF
         sent = _get(payload, group.body, 2 * kept).view(torch.bfloat16).float()
-        return torch.zeros(group.where.shape, device=payload.device).scatter_add_(1, chosen, sent)
+        return torch.zeros(group.where.shape, device=payload.device, dtype=torch.float32).scatter_add_(1, chosen, sent)
     scale = _get(payload, group.head, 4).view(torch.float32)
     if code.method == Method.INT8:
         return _get(payload, group.body, length).view(torch.int8).float() * scale

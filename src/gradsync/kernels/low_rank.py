@@ -47,7 +47,7 @@ def project(grad: torch.Tensor, residual: torch.Tensor, q: torch.Tensor) -> torc
     if (library := load()) is None:
         residual += grad
         return _products(residual, q)
-    p = torch.empty(len(grad), grad.shape[1], q.shape[2])
+    p = torch.empty(len(grad), grad.shape[1], q.shape[2], dtype=torch.float32, device="cpu")
     for each in zip(grad.float(), residual, q, p, strict=True):
         _call(library.gradsync_project, each, *grad.shape[1:], q.shape[2])
     return p
@@ -63,7 +63,7 @@ def project_back(residual: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
         return _triton().project_back(residual, p)
     if (library := load()) is None:
         return _products(p.mT, residual).mT.contiguous()  # ten times as fast as residualᵀ · p
-    q = torch.empty(len(p), residual.shape[2], p.shape[2])
+    q = torch.empty(len(p), residual.shape[2], p.shape[2], dtype=torch.float32, device="cpu")
     for each in zip(residual, p, q, strict=True):
         _call(library.gradsync_project_back, each, *residual.shape[1:], p.shape[2])
     return q

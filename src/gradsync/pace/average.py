@@ -71,9 +71,9 @@ class Average:
     def state(self, names: list[str]) -> State:
         """Copies, of what has landed."""
         return {
-            "fate": torch.tensor(self._fate),
-            "scale": torch.tensor(self.scale, dtype=torch.float64),
-            "used": torch.tensor(list(self.used), dtype=torch.uint8),
+            "fate": torch.tensor(self._fate, device="cpu"),
+            "scale": torch.tensor(self.scale, dtype=torch.float64, device="cpu"),
+            "used": torch.tensor(list(self.used), dtype=torch.uint8, device="cpu"),
             **{f"of.{name}": view.clone() for name, view in zip(names, self.views, strict=True)},
         }
 

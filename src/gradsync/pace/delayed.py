@@ -217,7 +217,7 @@ class Late(Pace):
     def state(self) -> Saved:
         self.settle()
         numbers = {"clock": self._clock, "waiting": len(self._averages), "filling": int(self._filling)}
-        shared = {f"delayed.{key}": torch.tensor(number) for key, number in numbers.items()}
+        shared = {f"delayed.{key}": torch.tensor(number, device="cpu") for key, number in numbers.items()}
         # As many as there can be, whatever there is: shapes say nothing of values.
         nothing = Average([torch.zeros_like(param.detach()) for param in self._params], 1.0)
         for slot in range(max(self._delay, len(self._averages))):
@@ -234,9 +234,9 @@ class Late(Pace):
         self._begun = False
         self._num_steps = -1
         state = _below(saved.shared, "delayed.")
-        self._clock = int(state.get("clock", torch.tensor(0)))
-        self._filling = bool(state.get("filling", torch.tensor(0)))
-        for slot in range(int(state.get("waiting", torch.tensor(0)))):
+        self._clock = int(state.get("clock", torch.tensor(0, device="cpu")))
+        self._filling = bool(state.get("filling", torch.tensor(0, device="cpu")))
+        for slot in range(int(state.get("waiting", torch.tensor(0, device="cpu")))):
             self._averages.append(Average.from_state(_below(state, f"average{slot}."), self._site))
 
 

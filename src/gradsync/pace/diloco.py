@@ -119,12 +119,15 @@ class Outer(AfterStep):
             fragment.land()
 
     def state(self) -> Saved:
-        shared = {"diloco.clock": torch.tensor(self._clock), "diloco.due": torch.tensor(int(bool(self._due)))}
+        shared = {
+            "diloco.clock": torch.tensor(self._clock, device="cpu"),
+            "diloco.due": torch.tensor(int(bool(self._due)), device="cpu"),
+        }
         # One row for each fragment that the plan asks for: the numbers of those that the model has not stay 0.
-        rows = torch.zeros(self._pace.fragments, 3, dtype=torch.int64)
+        rows = torch.zeros(self._pace.fragments, 3, dtype=torch.int64, device="cpu")
         for row, each in zip(rows, self._fragments, strict=False):
             departed_at = -1 if each.departed_at is None else each.departed_at
-            row.copy_(torch.tensor([departed_at, each.synchronized_at, each.equal_at]))
+            row.copy_(torch.tensor([departed_at, each.synchronized_at, each.equal_at], device="cpu"))
             shared |= {f"diloco.{key}": tensor for key, tensor in each.state(self._pace.delay > 0).items()}
         return Saved(shared | {"diloco.fragments": rows}, {})
 

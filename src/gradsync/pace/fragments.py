@@ -120,8 +120,8 @@ class Fragment:
         for i, name in enumerate(self.fleet.names):
             self._w[i].copy_(state[f"global.{name}"])
             if self._b:
-                self._b[i].copy_(state.get(f"momentum.{name}", torch.zeros(())))
-            views[i].copy_(state.get(f"landed.{name}", torch.zeros(())))
+                self._b[i].copy_(state.get(f"momentum.{name}", torch.zeros((), dtype=torch.float32, device="cpu")))
+            views[i].copy_(state.get(f"landed.{name}", torch.zeros((), dtype=torch.float32, device="cpu")))
 
 
 def cut(nbytes: Sequence[int], num_parts: int) -> list[range]:

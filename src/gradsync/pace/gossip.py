@@ -177,8 +177,8 @@ class Gossip(AfterStep):
     def state(self) -> Saved:
         """This rank's own, for it belongs to this rank's own parameters."""
         numbers = {"clock": self._clock, "round": self._round, "due": int(bool(self._due)), "apart": int(self._apart)}
-        own = {f"gossip.{key}": torch.tensor(number) for key, number in numbers.items()}
-        return Saved({}, own | {"gossip.weight": torch.tensor(self._weight, dtype=torch.float64)})
+        own = {f"gossip.{key}": torch.tensor(number, device="cpu") for key, number in numbers.items()}
+        return Saved({}, own | {"gossip.weight": torch.tensor(self._weight, dtype=torch.float64, device="cpu")})
 
     def load(self, saved: Saved) -> None:
         self._fleet.enlist()

@@ -31,7 +31,7 @@ def greet(lane: Lane, channel: Channel, peers: Sequence[int], mine: Head, names:
     `names` are the parameters', for a head that tells of a NaN in one of them.
     """
     row = pack_header(mine, bytearray())
-    rows = {peer: torch.empty(HEAD_NBYTES, dtype=torch.uint8) for peer in peers}
+    rows = {peer: torch.empty(HEAD_NBYTES, dtype=torch.uint8, device="cpu") for peer in peers}
 
     def run() -> None:
         works = [channel.recv(rows[peer], peer, GREETING_TAG) for peer in peers]

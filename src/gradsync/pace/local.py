@@ -89,7 +89,7 @@ class Local(AfterStep):
 
     def state(self) -> Saved:
         numbers = {"clock": self._clock, "last": self._last, "due": int(bool(self._due))}
-        shared = {f"local_sgd.{key}": torch.tensor(number) for key, number in numbers.items()}
+        shared = {f"local_sgd.{key}": torch.tensor(number, device="cpu") for key, number in numbers.items()}
         if self._anchor is not None:
             names = self._fleet.names
             shared |= {f"local_sgd.anchor.{name}": w.clone() for name, w in zip(names, self._anchor, strict=True)}

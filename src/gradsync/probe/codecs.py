@@ -86,7 +86,7 @@ def _journey(crew: Crew, compressor: Compressor, shapes: list[tuple[int, int]]) 
         items.append(Item(param.name, total, param.shape, (param.shape[1], 1)))
         total += param.numel
     # Neither from the user's random state nor in the user's default dtype or on the default device.
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     gradient = torch.randn(total, generator=generator, dtype=torch.float32, device="cpu").to(crew.device)
     parcel = Parcel(0, gradient.clone(), items, choice)
     if choice.feedback:

@@ -47,7 +47,10 @@ def measure_pairs(lane: Lane, pairs: Sequence[tuple[int, int]]) -> list[Link]:
 
 def _ask(channel: Channel, peer: int) -> tuple[float, float]:
     """Latency and bandwidth: half of a ping's way there and back, and what a load takes longer than that."""
-    ping, load = torch.zeros(1, dtype=torch.uint8), torch.zeros(LOAD_NBYTES, dtype=torch.uint8)
+    ping, load = (
+        torch.zeros(1, dtype=torch.uint8, device="cpu"),
+        torch.zeros(LOAD_NBYTES, dtype=torch.uint8, device="cpu"),
+    )
     pings = [_there_and_back(channel, peer, ping, ping) for _ in range(_PINGS)]
     latency_s = median(pings) / 2
     loads = [_there_and_back(channel, peer, load, ping) for _ in range(_LOADS)]
@@ -62,7 +65,10 @@ def _there_and_back(channel: Channel, peer: int, out: torch.Tensor, back: torch.
 
 
 def _answer(channel: Channel, peer: int) -> None:
-    ping, load = torch.zeros(1, dtype=torch.uint8), torch.zeros(LOAD_NBYTES, dtype=torch.uint8)
+    ping, load = (
+        torch.zeros(1, dtype=torch.uint8, device="cpu"),
+        torch.zeros(LOAD_NBYTES, dtype=torch.uint8, device="cpu"),
+    )
     for message in [ping] * _PINGS + [load] * _LOADS:
         channel.recv(message, peer, _TAG).wait()
         channel.send(ping, peer, _TAG).wait()

@@ -196,7 +196,7 @@ class Lane:
     def exchange(self, mine: bytes, what: str = "the agreement between the ranks") -> list[bytes]:
         """Every rank's bytes; all must bring equally many."""
         row = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        rows = torch.empty(self.groups.size, len(mine), dtype=torch.uint8)
+        rows = torch.empty(self.groups.size, len(mine), dtype=torch.uint8, device="cpu")
         self.run(lambda: self.groups.control.gather(rows, row), what)
         return [bytes(each.numpy()) for each in rows]
 

@@ -77,7 +77,7 @@ def _hosts(identities: list[bytes], in_sight: list[bytes]) -> Hosts:
 def _exchange(groups: Groups, mine: bytes) -> list[bytes]:
     """Every rank's bytes, all equally long."""
     row = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    rows = torch.empty(groups.size, len(mine), dtype=torch.uint8)
+    rows = torch.empty(groups.size, len(mine), dtype=torch.uint8, device="cpu")
     try:
         work = groups.control.gather(rows, row)
         while not work.is_completed():  # a wait in the backend would not hear Ctrl-C

@@ -158,7 +158,7 @@ def _clocks(crew: Crew) -> list[Offset]:
 
 
 def _ask(crew: Crew, rank: int) -> tuple[float, float]:
-    channel, message = crew.lane.groups.data[MESSAGES], torch.zeros(_TIME.size, dtype=torch.uint8)
+    channel, message = crew.lane.groups.data[MESSAGES], torch.zeros(_TIME.size, dtype=torch.uint8, device="cpu")
     begun, ahead = time.perf_counter(), time.time()
     channel.send(message, rank, _TAG).wait()
     channel.recv(message, rank, _TAG).wait()
@@ -167,6 +167,6 @@ def _ask(crew: Crew, rank: int) -> tuple[float, float]:
 
 
 def _answer(crew: Crew) -> None:
-    channel, message = crew.lane.groups.data[MESSAGES], torch.zeros(_TIME.size, dtype=torch.uint8)
+    channel, message = crew.lane.groups.data[MESSAGES], torch.zeros(_TIME.size, dtype=torch.uint8, device="cpu")
     channel.recv(message, 0, _TAG).wait()
     channel.send(torch.frombuffer(bytearray(_TIME.pack(time.time())), dtype=torch.uint8), 0, _TAG).wait()

@@ -97,7 +97,7 @@ def train(shape: Shape, steps: int, shaper: Shaper, folder: str) -> tuple[dict[s
 
 def _move(shaper: Shaper, folder: str) -> None:
     """From the group on loopback to one over the link."""
-    rank, pids = dist.get_rank(), torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    rank, pids = dist.get_rank(), torch.zeros(dist.get_world_size(), dtype=torch.int64, device="cpu")
     namespaces.unshare(namespaces.NEWNET)  # for this thread, and for those that it starts from now on
     pids[rank] = os.getpid()
     dist.all_reduce(pids)  # numbers, not objects: nothing is ever unpickled from the network

@@ -251,4 +251,4 @@ def _clerk(owner: Owner, inbox: Inbox, lane: Lane) -> Take:
 
 def _whole(freight: torch.Tensor | None) -> torch.Tensor:
     """A shard without parameters has nothing to send."""
-    return torch.empty(0, dtype=torch.uint8) if freight is None else freight
+    return torch.empty(0, dtype=torch.uint8, device="cpu") if freight is None else freight

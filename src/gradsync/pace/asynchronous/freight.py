@@ -24,7 +24,7 @@ def pack(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
     """
     begins = _aligned(len(tensors))
     total = begins + sum(_aligned(t.nbytes) for t in tensors if t is not None)
-    freight = torch.empty(total, dtype=torch.uint8)
+    freight = torch.empty(total, dtype=torch.uint8, device="cpu")
     freight[:begins] = 0
     for index, tensor in enumerate(tensors):
         if tensor is not None:

@@ -145,12 +145,12 @@ class Post:
             raise
 
     def _next(self) -> tuple[int, Letter, torch.Tensor | None]:
-        request = torch.empty(LETTER_NBYTES, dtype=torch.uint8)
+        request = torch.empty(LETTER_NBYTES, dtype=torch.uint8, device="cpu")
         work = self._channel.recv_any(request, REQUEST_TAG)
         work.wait()
         source, letter, freight = work._source_rank(), read(request), None
         if letter.nbytes:
-            freight = torch.empty(letter.nbytes, dtype=torch.uint8)
+            freight = torch.empty(letter.nbytes, dtype=torch.uint8, device="cpu")
             self._channel.recv(freight, source, self._tag(letter, source, self._rank)).wait()
         self._heard[source] += 1
         self._let_go(source, letter.heard)

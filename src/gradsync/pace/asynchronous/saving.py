@@ -24,7 +24,7 @@ State = dict[str, torch.Tensor]
 
 def save(shard: Shard, clock: int) -> State:
     """Copies of all that the shard needs to go on."""
-    state = {"version": torch.tensor(shard.version), "clock": torch.tensor(clock)}
+    state = {"version": torch.tensor(shard.version, device="cpu"), "clock": torch.tensor(clock, device="cpu")}
     for name, master in zip(shard.names, shard.masters, strict=True):
         state[f"master.{name}"] = master.detach().clone()
         for i, twin in enumerate(shard.twins):
@@ -33,7 +33,7 @@ def save(shard: Shard, clock: int) -> State:
                     state[f"optimizer.{i}.{name}.{key}"] = value.clone()
                 elif isinstance(value, bool | int | float):
                     state[f"number.{i}.{name}.{key}"] = torch.tensor(
-                        value, dtype=torch.float64 if isinstance(value, float) else None
+                        value, dtype=torch.float64 if isinstance(value, float) else None, device="cpu"
                     )
                 elif value is not None:
                     raise GradSyncError(
