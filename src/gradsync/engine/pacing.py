@@ -14,6 +14,7 @@ from gradsync.pace.contract import Pace, Site
 from gradsync.pace.delayed import Late
 from gradsync.pace.diloco import Outer
 from gradsync.pace.gossip import Gossip
+from gradsync.pace.learning_rates import LearningRates
 from gradsync.pace.local import Local
 from gradsync.pace.window import Window
 from gradsync.paces import Accumulate, Delayed, EveryStep, LocalSGD
@@ -53,8 +54,10 @@ def check_hooked(plan: Plan, names: Sequence[str]) -> None:
 def open_pace(plan: Plan, site: Site, parent: dist.ProcessGroup, scaler: GradScaler | None = None) -> Pace:
     """Every rank calls this at once, with equal parameters."""
     match plan.pace:
-        case EveryStep() | Accumulate():
+        case EveryStep():
             return Window(plan.pace, site.parameters)
+        case Accumulate():
+            return Window(plan.pace, site.parameters, LearningRates(site.lane, site.optimizers, plan.pace.k))
         case LocalSGD():
             return Local(plan.pace, site, compressed=plan.compress is not None)
         case Delayed():

@@ -1,7 +1,7 @@
 """The window of micro-batches between two synchronizations.
 
-`accumulate(k)` needs no change to the training loop: between the micro-batches of a window the gradients
-are hidden, `.grad` is None, and `step()` and `zero_grad()` find nothing to do. The next backward finds them
+With `accumulate(k)` backward, step and zero_grad stay as they are: between the micro-batches of a window the
+gradients are hidden, `.grad` is None, and `step()` and `zero_grad()` find nothing to do. The next backward finds them
 again and adds to them.
 
     backward 1   hide │ step, zero_grad: nothing │ show, backward 2   hide │ … │ show, backward k, synchronize
@@ -15,6 +15,7 @@ import torch
 
 from gradsync.guard.header import Flag
 from gradsync.pace.contract import Held, Pace
+from gradsync.pace.learning_rates import LearningRates
 from gradsync.paces import Accumulate, EveryStep
 
 
@@ -23,12 +24,18 @@ class Window(Pace):
 
     engine_averages = True
 
-    def __init__(self, pace: EveryStep | Accumulate, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+    def __init__(
+        self,
+        pace: EveryStep | Accumulate,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        rates: LearningRates | None = None,
+    ) -> None:
         self.k = pace.k if isinstance(pace, Accumulate) else 1
         self.per_batch = pace.backwards if isinstance(pace, Accumulate) else 1
         self.backwards = 0
         self._parameters = parameters
         self._hidden: dict[str, torch.Tensor] = {}
+        self._rates = rates if self.k > 1 else None
 
     @property
     def micro_batches(self) -> int:
@@ -47,6 +54,8 @@ class Window(Pace):
 
     def before_backward(self) -> None:
         """Bring the hidden gradients back; what arrived meanwhile is added."""
+        if self._rates is not None:
+            self._rates.micro_batch_begins()
         if not self._hidden:
             return
         for name, parameter in self._parameters:
@@ -59,6 +68,8 @@ class Window(Pace):
         self.backwards += count
         if not self.has_room_for(self.backwards):
             return True
+        if self._rates is not None and self.backwards % self.per_batch == 0:
+            self._rates.window_goes_on()
         self.put_away()
         return False
 
