@@ -126,13 +126,18 @@ def snapshot() -> dict[str, Any]:
     return {what: read() for what, read in READERS.items()}
 
 
+def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """What differs between two snapshots."""
+    return [what for what in READERS if before[what] != after[what]]
+
+
 @contextmanager
 def unchanged(doing: str, but: Collection[str] = ()) -> Iterator[None]:
     """What happens inside leaves all of it as it was, except `but`."""
     before = snapshot()
     yield
     after = snapshot()
-    changed = {what: (before[what], after[what]) for what in READERS if before[what] != after[what] and what not in but}
+    changed = {what: (before[what], after[what]) for what in changes(before, after) if what not in but}
     assert not changed, f"{doing} changed {', '.join(changed)}: {changed}"
 
 

@@ -18,7 +18,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import gradsync as gs
+from global_state import changes, snapshot
 from gradsync.integrations.accelerate import prepare, sync_of
+from gradsync.planner.automatic import Auto
 
 SEQUENCE, WORDS = 16, 128
 Weights = dict[str, torch.Tensor]
@@ -28,6 +30,7 @@ def laws(folder: Path) -> dict[str, Any]:
     """Everything in one launch; at the end rank 1 dies, and rank 0 says what it saw."""
     as_launched()
     return {
+        "traces": traces(),
         "fp32": differing(train("no", stock=True), train("no")),
         "bf16": differing(train("bf16", stock=True), train("bf16")),
         # Rank 0's: DDP leaves the others' BatchNorm statistics apart until the next forward, we do not.
@@ -92,7 +95,7 @@ class Run:
     """A training loop as users of Accelerate write it."""
 
     def __init__(
-        self, precision: str = "no", micro_batches: int = 2, stock: bool = False, plan: gs.Plan | None = None
+        self, precision: str = "no", micro_batches: int = 2, stock: bool = False, plan: gs.Plan | Auto | None = None
     ) -> None:
         self.accelerator = accelerator(precision, micro_batches)
         model = tiny()
@@ -130,6 +133,19 @@ def train(precision: str, stock: bool = False) -> Weights:
     run = Run(precision, micro_batches=3, stock=stock)
     run.epoch()
     return run.weights() if stock else run.end()
+
+
+def traces() -> list[str]:
+    """What of the process is otherwise after a training with ours, under the model's dropout."""
+    train("no", stock=True)
+    theirs = snapshot()
+    found = []
+    for plan in (None, gs.auto(allow="exact", steps=1)):
+        run = Run("no", micro_batches=3, plan=plan)
+        run.epoch()
+        run.end()
+        found += changes(theirs, snapshot())
+    return found
 
 
 def train_two(stock: bool = False) -> Weights:

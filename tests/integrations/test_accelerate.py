@@ -37,6 +37,10 @@ def found(warm: ForkServerContext, tmp_path_factory: pytest.TempPathFactory) -> 
     return value
 
 
+def test_nothing_of_the_process_is_otherwise_than_after_accelerates_own_ddp(found: dict[str, Any]) -> None:
+    assert found["traces"] == []
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_weights_equal_those_of_accelerates_ddp_with_accumulation_and_clipping(
     found: dict[str, Any], precision: str

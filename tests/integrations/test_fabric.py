@@ -21,6 +21,7 @@ from lightning_training import Here, assert_equal, weights
 from torch import nn
 
 import gradsync as gs
+from global_state import changes, snapshot
 from gradsync.integrations.fabric import GradSyncStrategy
 from gradsync.ranks import RankPool
 
@@ -52,9 +53,12 @@ def train(fabric: Fabric, model: Any, optimizer: Any, steps: range) -> float:
 
 
 def equals_ddp() -> None:
-    stock, ours = build(DDPStrategy()), build(GradSyncStrategy())
+    stock = build(DDPStrategy())
     train(*stock, range(6))
+    theirs = snapshot()
+    ours = build(GradSyncStrategy(gs.auto(allow="exact", steps=2)))
     train(*ours, range(6))
+    assert changes(theirs, snapshot()) == []
     assert_equal(weights(ours[1].module), weights(stock[1].module))
     assert ours[0].strategy.sync_of(ours[1]).stats()["steps"] == 6
     ours[0].strategy.teardown()

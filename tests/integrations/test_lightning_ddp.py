@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_training import assert_equal, assert_replicas_equal, fit
 
 import gradsync as gs
+from global_state import changes, snapshot
 from gradsync.integrations.lightning import GradSyncStrategy
 from gradsync.integrations.lightning_ddp import DDPHook, average_bucket
 
@@ -27,7 +28,9 @@ def hooked(plan: gs.Plan, **options: Any) -> Any:
 
 def under_ddp() -> None:
     stock = fit(DDPStrategy(find_unused_parameters=True), accumulate_grad_batches=2)
+    theirs = snapshot()
     exact = hooked(gs.Plan(), accumulate_grad_batches=2)
+    assert changes(theirs, snapshot()) == []
     assert_equal(dict(exact.named_parameters()), dict(stock.named_parameters()))
     compressed = hooked(gs.Plan(compress=gs.int4()), max_epochs=4)
     assert_replicas_equal(compressed)
