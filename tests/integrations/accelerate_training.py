@@ -250,6 +250,10 @@ def refusals() -> dict[str, str]:
     wrapped = made.prepare(linear)
     said["wrapped"] = refusal(lambda: prepare(made, wrapped))
     said["twice"] = refusal(lambda: prepare(made, nn.Linear(2, 2), plan=gs.Plan(pace=gs.accumulate(2))))
+    attached = nn.Linear(2, 2)
+    sync = gs.attach(attached)
+    said["attached"] = refusal(lambda: made.prepare(attached))
+    sync.detach()
     said["guard"] = refusal(lambda: prepare(made, nn.Linear(2, 2), guard=5))  # type: ignore[arg-type]
     return said
 

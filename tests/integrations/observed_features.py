@@ -110,6 +110,13 @@ def raised(call: Callable[[], Any]) -> list[str]:
 # What each feature does
 
 
+def dropout(wrap: Wrap) -> Told:
+    """Numbers of the global generator, also between two steps."""
+    torch.manual_seed(dist.get_rank())
+    ddp = wrap(nn.Sequential(nn.Linear(9, 16), nn.Dropout(0.5), nn.Linear(16, 3)))
+    return [*train(ddp), torch.rand(3), torch.get_default_dtype(), torch.get_num_threads()]
+
+
 def bucket_view(wrap: Wrap) -> Told:
     return train(wrap(mlp(), gradient_as_bucket_view=True)) + train(
         wrap(mlp(), gradient_as_bucket_view=True), set_to_none=False
@@ -407,10 +414,11 @@ FEATURES: dict[str, Callable[[Wrap], Told]] = {
     **{
         function.__name__.replace("_", " "): function
         for function in (
-            bucket_view, batched_copy, sparse, accumulation, uneven_thrown, late_hook, early_hook, builtin_hook,
-            bf16_hook, logged, mixed_precision, optimizer_in_backward, fused_optimizer, zero_in_parts, zero_overlapped,
-            delayed_parameters, all_delayed, unused, unused_unsaid, static_graph, buffers, sync_batch_norm, compiled,
-            second_order, raised_backward, closure, half, copied, evaluated, two_models, own_group,
+            dropout, bucket_view, batched_copy, sparse, accumulation, uneven_thrown, late_hook, early_hook,
+            builtin_hook, bf16_hook, logged, mixed_precision, optimizer_in_backward, fused_optimizer, zero_in_parts,
+            zero_overlapped, delayed_parameters, all_delayed, unused, unused_unsaid, static_graph, buffers,
+            sync_batch_norm, compiled, second_order, raised_backward, closure, half, copied, evaluated, two_models,
+            own_group,
         )
     },
 }  # fmt: skip

@@ -85,6 +85,7 @@ def test_the_model_is_not_wrapped_and_its_copies_are_not_attached(found: dict[st
 def test_what_would_synchronize_or_divide_twice_is_refused(found: dict[str, Any]) -> None:
     refused = found["refused"]
     assert "averaged twice" in refused["wrapped"]
+    assert "is attached to gradsync" in refused["attached"]
     assert "gradient_accumulation_steps=4 would accumulate twice" in refused["twice"]
     assert "say it in the plan" in refused["hook"]
     assert refused["guard"] == "guard must be a gs.Guard, got 5"

@@ -148,7 +148,7 @@ def observe_on_some(coming: list[int]) -> tuple[list[torch.Tensor], list[str], d
     ddp = wrapped()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        observer = gs.observe(ddp, guard=gs.Guard(nonfinite="skip")) if dist.get_rank() in coming else None
+        observer = gs.observe(ddp, guard=gs.Guard(nonfinite="skip", timeout=2)) if dist.get_rank() in coming else None
         ours = train(ddp)
     stats = {} if observer is None else observer.stats()
     if observer is not None:
@@ -177,7 +177,7 @@ def observe_once_more(folder: str) -> None:
     first = wrapped()
     if dist.get_rank() == 0:
         with pytest.warns(UserWarning, match="rank 1 did not come"):
-            gs.observe(first)
+            gs.observe(first, guard=gs.Guard(timeout=2))
     train(first)
     second = wrapped()
     observer = gs.observe(second, trace=folder)

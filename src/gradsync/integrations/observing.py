@@ -17,7 +17,7 @@ from gradsync.guard.header import HEAD_NBYTES
 from gradsync.integrations.checks import say
 from gradsync.integrations.ddp import ignored_by
 from gradsync.integrations.observer import Observer
-from gradsync.integrations.roll_call import PATIENCE_S, absent
+from gradsync.integrations.roll_call import absent
 from gradsync.policy import Guard
 from gradsync.transport.groups import group_timeout, make_groups
 from gradsync.transport.lane import NET_S, Lane
@@ -26,15 +26,16 @@ from gradsync.transport.wires import connections
 
 _OBSERVED = "observed already; call close() on its observer"
 _ATTACHED = "attached already; call detach() on that GradSync"
-_MOST_S = 60.0  # the longest wait of ours inside a training that would go on without us
+_MOST_S = 20.0  # the longest wait of ours inside a training that would go on without us
+_CALLED_S, _UNASKED_S = 30.0, 5.0  # for ranks to come: where the script calls `observe`, and where a variable does
 
 
 class NotTogether(GradSyncError):
     """Not every rank observes, so that none compares or traces."""
 
-    def __init__(self, missing: list[int]) -> None:
+    def __init__(self, missing: list[int], patience_s: float) -> None:
         super().__init__(
-            f"{listed(missing)} did not come to observe this DistributedDataParallel within {PATIENCE_S:g} s; have "
+            f"{listed(missing)} did not come to observe this DistributedDataParallel within {patience_s:g} s; have "
             "every rank call gs.observe, or set GRADSYNC_TRACE on all hosts, with gradsync installed on each"
         )
         self.ranks = missing
@@ -50,9 +51,9 @@ def observe(
         observer.stats()["exposed_s"]
 
     Every rank of the model's process group calls this at once, before the first backward. If some do not come within
-    seconds, the others say so and train on: `stats()` then tells of this rank, and there is neither trace nor
-    comparison. Or change nothing at all, and run with the environment variable GRADSYNC_TRACE=runs/7: then every
-    DistributedDataParallel is observed.
+    30 s, or `Guard(timeout=)`, the others say so and train on: `stats()` then tells of this rank, and there is neither
+    trace nor comparison. Or change nothing at all, and run with the environment variable GRADSYNC_TRACE=runs/7: then
+    every DistributedDataParallel is observed.
 
     Args:
         ddp: The wrapped model.
@@ -61,7 +62,8 @@ def observe(
     """
     folder, guard, entries = _look_at(ddp, trace, guard)
     try:
-        return together(ddp, folder, guard, entries)
+        patience_s = _CALLED_S if guard.timeout is None else min(guard.timeout, _CALLED_S)
+        return together(ddp, folder, guard, entries, patience_s)
     except (GradSyncError, RuntimeError, OSError) as error:
         say(f"{error}. This rank is observed alone: stats() tells of it, without a trace and without comparison")
         return Observer(ddp, entries, guard, None)
@@ -70,25 +72,29 @@ def observe(
 def observe_all_or_none(ddp: DistributedDataParallel) -> None:
     """With the trace of GRADSYNC_TRACE, or not at all."""
     folder, guard, entries = _look_at(ddp, None, None)
-    together(ddp, folder, guard, entries)  # the model's hooks keep it alive
+    together(ddp, folder, guard, entries, _UNASKED_S)  # the model's hooks keep it alive
 
 
-def together(ddp: DistributedDataParallel, folder: Path | None, guard: Guard, entries: list[Entry]) -> Observer:
+def together(
+    ddp: DistributedDataParallel, folder: Path | None, guard: Guard, entries: list[Entry], patience_s: float
+) -> Observer:
     """An observer that hears of the other ranks; raises if not all of them come."""
     parent = ddp.process_group
     what = repr([(entry.name, tuple(entry.param.shape)) for entry in entries])
-    if missing := absent(parent, what):
-        raise NotTogether(missing)
+    if missing := absent(parent, what, patience_s):
+        raise NotTogether(missing, patience_s)
     wires = connections()  # DDP's among them; what others have carries little
     lane = _open_lane(ddp, guard)
     if len(lane.hosts) == 1:
         lane.open_team(HEAD_NBYTES + len(entries))  # for headers: to wake gloo's threads for them takes a millisecond
     everywhere, run_id = accord(lane, folder)
-    observer = Observer(ddp, entries, guard, lane)
+    tracing = None
     if folder is not None:
-        tracer = open_tracer(folder, lane, entries, None, "ddp", run_id)
-        tracer.stats = observer.stats
-        observer.trace(Tracing(tracer, lane, everywhere, wires))
+        tracing = Tracing(open_tracer(folder, lane, entries, None, "ddp", run_id), lane, everywhere, wires)
+    observer = Observer(ddp, entries, guard, lane)  # last: from here on it is called
+    if tracing is not None:
+        tracing.tracer.stats = observer.stats
+        observer.trace(tracing)
     return observer
 
 

@@ -1,6 +1,6 @@
 """Whether every rank of a group is about to observe: asked by the store alone, since who is not there answers nothing.
 
-    rank 0    here-0 ── looks … looks ── 5 s: absent := "1", if nothing stands there ──▶ reads it: "1"
+    rank 0    here-0 ── looks … looks ── its patience: absent := "1", if nothing stands there ──▶ reads it: "1"
     rank 1    (does not observe: another job script, or no gradsync)
     rank 2              here-2 ── looks … sees that it stands there ───────────────────▶ reads it: "1"
 
@@ -16,12 +16,11 @@ import time
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-PATIENCE_S = 5.0
 _POLL_S = 0.01
 _HERE, _ABSENT, _NOBODY = "here", "absent", "nobody"
 
 
-def absent(parent: dist.ProcessGroup, what: str, patience_s: float = PATIENCE_S) -> list[int]:
+def absent(parent: dist.ProcessGroup, what: str, patience_s: float) -> list[int]:
     """The ranks of `parent` that did not come to observe `what`: the same on all that did.
 
     Each look is a short question: a wait inside the store would hold other threads that ask it something.
