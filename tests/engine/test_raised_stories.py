@@ -161,6 +161,31 @@ def test_what_comes_next_need_not_be_a_forward(where: str, run: Ranks) -> None:
     assert run(quietly, after_the_epoch, where) == [[value] * 3 for value in applied(0, 1, 3)]
 
 
+def save_at_once(where: str, pace: Any) -> float:
+    """The loop goes on after an exception with a checkpoint, of the same step on every rank, and is resumed from it."""
+    run = Run(gs.Plan(pace=pace, bucket_bytes=1024))
+    run.good(0, 1)
+    run.bad(2, where)
+    state, model = run.sync.state_dict(), run.model.state_dict()
+    values = {key: tensor.clone() for key, tensor in model.items()}
+    run.sync.detach()
+    again = Run(gs.Plan(pace=pace, bucket_bytes=1024))
+    again.model.load_state_dict(values)
+    again.sync.load_state_dict(state)
+    again.good(3)
+    while again.sync.drain():
+        again.step()
+    return again.end()
+
+
+@pytest.mark.parametrize("where", [BEFORE, MIDDLE, "forward"])
+@pytest.mark.parametrize("pace", [gs.every_step(), gs.accumulate(2)], ids=repr)
+def test_a_checkpoint_after_an_exception_is_of_the_same_step_everywhere(where: str, pace: Any, run: Ranks) -> None:
+    left = (0, 1, 3) if pace == gs.every_step() else (0, 1)
+    factor = 1 if pace == gs.every_step() else 2
+    assert run(quietly, save_at_once, where, pace) == [value / factor for value in applied(*left)]
+
+
 # Not every exception is a batch that the others wait for
 
 

@@ -80,6 +80,7 @@ class Part(NamedTuple):
     num_hidden: int
     weight: tuple[float, ...] | None = None  # as `weighting` keeps it
     pace: State = {}  # noqa: RUF012 (never changed)  # what the pace stores for this rank alone
+    aborted: int = 0  # flags: what raised in the open window, which all ranks will drop
 
     @property
     def torn(self) -> bool:
@@ -136,6 +137,8 @@ def flatten_part(rank: int, part: Part) -> State:
         "num_residuals": torch.tensor(len(part.residuals), device="cpu"),
         "weight": torch.tensor(part.weight or [math.nan] * 4, dtype=torch.float64, device="cpu"),
     }
+    if part.aborted:  # else every state of a run has the same keys
+        state["aborted"] = torch.tensor(part.aborted, device="cpu")
     state |= {f"residual.{name}": residual for name, residual in part.residuals.items()}
     state |= {f"pace.{key}": tensor for key, tensor in part.pace.items()}
     for name, grad in part.hidden.items():
@@ -212,7 +215,8 @@ def _read_part(kinds: dict[str, State], shapes: Shapes) -> Part:
         )
     weight = tuple(kinds["weight"][""].reshape(-1).tolist()) if "weight" in kinds else None
     num_hidden = int(kinds["num_hidden"][""]) if "num_hidden" in kinds else 0
-    return Part(residuals, hidden, num_hidden, weight, kinds.get("pace", {}))
+    aborted = int(kinds["aborted"][""]) if "aborted" in kinds else 0
+    return Part(residuals, hidden, num_hidden, weight, kinds.get("pace", {}), aborted)
 
 
 def add_up(parts: Iterable[Part]) -> State:

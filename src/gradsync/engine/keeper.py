@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 
@@ -26,6 +27,7 @@ from gradsync.engine.reducer import Reducer
 from gradsync.engine.steps import Steps
 from gradsync.exchange.keeping import Kept
 from gradsync.guard.calls import Call
+from gradsync.guard.header import Flag
 from gradsync.pace.contract import Held, Pace
 from gradsync.pace.contract import Saved as PaceState
 from gradsync.pace.means import level
@@ -66,7 +68,9 @@ class Keeper:
     # Taking
 
     def state(self) -> State:
-        """This rank's."""
+        """This rank's. A batch that raised is finished first, as the others have done; not while it is handled."""
+        if sys.exception() is None and not self._steps.failed:
+            self._steps.aborted.put_right(loader=False)
         return flatten(self._saved())
 
     def state_of_all(self) -> State:
@@ -88,7 +92,8 @@ class Keeper:
             arrangement=self._reducer.agenda.arrangement(),
         )
         weighed = self._reducer.weighting.state()
-        part = Part(kept.residuals, held.hidden, len(held.hidden), weighed, pace.own)
+        aborted = self._steps.aborted.spoiled if held.backwards else 0
+        part = Part(kept.residuals, held.hidden, len(held.hidden), weighed, pace.own, int(aborted))
         mark = {f"{self._kind}.apart": torch.tensor(int(self._pace.replicas_differ), device="cpu")}
         stored = pace.shared if self._pace.engine_averages else pace.shared | mark
         return Saved(shared, kept.factors, {self._lane.groups.rank: part}, stored)
@@ -123,6 +128,7 @@ class Keeper:
         self._reducer.weighting.unit = shared.unit
         self._reducer.weighting.load(parts[0].weight if goes_on else None)
         self._pace.hold(Held(shared.backwards, parts[0].hidden) if goes_on else Held(0, {}))
+        self._steps.aborted.spoiled = Flag(parts[0].aborted if goes_on else 0)
         self._lane.step = shared.step
 
     def _changes(self, taken: Saved, goes_on: bool) -> Iterator[str]:

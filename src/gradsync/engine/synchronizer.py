@@ -243,8 +243,8 @@ class GradSync:
     def state_dict(self, *, all_ranks: bool = False) -> dict[str, torch.Tensor]:
         """What a resumed run needs to continue to the bit: a flat dict of tensors, copies; docs/checkpoint.md.
 
-        Local, without communication: every rank saves its own. With `all_ranks` every rank must call it; rank 0
-        gets the state of all, in host memory, and the others an empty dict.
+        Every rank saves its own, without communication but for a batch that raised, which the others wait for. With
+        `all_ranks` every rank must call it; rank 0 gets the state of all, in host memory, and the others an empty dict.
         """
         if all_ranks:
             self._refuse_if_detached()
