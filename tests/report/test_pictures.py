@@ -119,6 +119,14 @@ def test_a_parameters_ratio_is_that_of_its_bucket() -> None:
     assert "4×" in parameters.draw_parameters(run)
 
 
+def test_a_ratio_of_another_layout_is_none_of_this_one() -> None:
+    run = made_run(steps=60, ratio=4.0)
+    for trace in run.ranks.values():
+        trace.layouts.append(replace(trace.layouts[-1], step=55))
+        trace.steps = [replace(step, buckets=None) if step.step >= 55 else step for step in trace.steps]
+    assert all(weight.sent is None for weight in parameters.weights(run))
+
+
 def test_parameters_beyond_the_top_are_summed() -> None:
     run = made_run(steps=2)
     many = [(f"p{index}", (index + 1,), "float32") for index in range(1000)]

@@ -211,3 +211,22 @@ def test_a_share_of_a_link_is_told_where_it_can_be() -> None:
     run = made_run(2, 60, stats={"link_bandwidth": 2e9})
     [fact] = [fact for fact in summarize(run).facts if fact.name == "bus bandwidth"]
     assert "% of the 2 GB/s that the probe found" in fact.meaning
+
+
+@pytest.mark.parametrize(("pace", "whom"), [("async_sgd", "the parameters' owners"), ("gossip", "a neighbour")])
+def test_where_no_rank_waits_for_the_last_one_none_is_said_to(pace: str, whom: str) -> None:
+    run = made_run(4, 60, overlap=False)
+    for trace in run.ranks.values():
+        trace.run = replace(trace.run, plan={"pace": {"kind": pace}})
+    summary = summarize(run)
+    assert summary.verdict.endswith(f"of it is waiting for {whom}")
+    assert [fact.name for fact in summary.facts][:4] == ["step", "overhead", "exposed", "compute"]
+    assert not any("overlaps" in each.text for each in summary.warnings)  # it does not come with backward
+
+
+def test_ranks_of_one_host_whose_bytes_are_not_known_have_no_network() -> None:
+    for hosts, name in ((1, "exchange"), (2, "network")):
+        run = made_run(2, 60, source="ddp", hosts=hosts)
+        for trace in run.ranks.values():
+            trace.steps = [replace(step, nbytes=0) for step in trace.steps]
+        assert f"the {name}" in summarize(run).verdict

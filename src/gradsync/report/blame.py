@@ -21,7 +21,7 @@ from itertools import pairwise
 from statistics import fmean, median, variance
 from typing import NamedTuple
 
-from gradsync.report.lateness import PARTS, blamed, low_median, own_parts, own_s
+from gradsync.report.lateness import PARTS, blamed, handing_over_s, low_median, own_parts, own_s
 from gradsync.report.overhead import Overhead
 from gradsync.report.table import Table
 from gradsync.report.wording import advice, host_of, where, who
@@ -162,14 +162,16 @@ def _blame(run: RunTrace, rank: int, rows: Sequence[Row], windows: Sequence[Row]
     own = {name: _trimmed([row[rank][name] for row in rows]) for name in PARTS}
     usual = {name: _trimmed([_usual(row, rank, name) for row in rows]) for name in PARTS}
     phase, late_s = blamed(own, usual), median(late)
-    exact = any(step.exact_input for step in run.ranks[rank].steps[-1:])
+    recent = run.ranks[rank].steps[-NUM_STEPS:]
+    exact = any(step.exact_input for step in recent[-1:])
+    hands_over = 2 * sum(map(handing_over_s, recent)) > sum(own_parts(step)["other"] for step in recent)
     text = (
         f"{who(run, rank)} is late in {len(late)} of the last {len(rows)} steps, by {show_seconds(late_s)}, "
-        f"{where(phase, exact)}"
+        f"{where(phase, exact, hands_over)}"
     )
     score = median(_score(row, rank) for row in windows)
     share = overhead.charged_s.get(rank, 0.0) / overhead.step_s
-    todo = advice(phase, exact, run.ranks[rank].run.source)
+    todo = advice(phase, exact, hands_over, run.ranks[rank].run.source)
     return Blame(rank, host_of(run, rank), phase, len(late), len(rows), late_s, score, share, text, todo)
 
 

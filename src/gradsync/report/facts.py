@@ -11,7 +11,7 @@ from gradsync.report.links import Link, SlowLink
 from gradsync.report.overhead import Overhead
 from gradsync.report.said import Said
 from gradsync.report.table import Table
-from gradsync.report.wording import NOUNS, show_share
+from gradsync.report.wording import NOUNS, over_network, show_share, waits_for
 from gradsync.trace.lines import Value
 from gradsync.trace.reader import RunTrace
 from gradsync.units import show_nbytes, show_rate, show_seconds
@@ -109,7 +109,7 @@ def tell(
     """
     if overhead is None:
         return []
-    way = "network" if overhead.sent_nbytes or not overhead.nbytes else "exchange"  # in memory there is no network
+    way = "network" if over_network(run, overhead.sent_nbytes, overhead.nbytes) else "exchange"
     since = ", since gs.auto() chose" if since_choice else ""
     facts = [
         Fact(
@@ -123,6 +123,8 @@ def tell(
         Fact(f"  for the {way}", show_seconds(overhead.network_s), "when every rank is ready"),
         Fact("compute", show_seconds(overhead.own_s), "the step without the wait"),
     ]
+    if (whom := waits_for(run)) is not None:
+        facts[2:5] = [Fact("exposed", show_seconds(overhead.exposed_s), f"that wait, for {whom}")]
     if overhead.seldom:
         facts[0] = Fact(
             "step",

@@ -80,6 +80,18 @@ def own_parts(step: Step) -> dict[str, float]:
     return parts
 
 
+def handing_over_s(step: Step) -> float:
+    """Of what is in no phase, the part between backward and the wait: gradients are packed, and handed over.
+
+    >>> from gradsync.trace.lines import Phase
+    >>> handing_over_s(Step(1, 0.0, 9.0, [Phase("backward", 2, 6), Phase("wait", 7.5, 9)]))
+    1.5
+    """
+    backwards = [phase.stop for phase in step.phases if phase.name == "backward"]
+    waits = [phase.start for phase in step.phases if phase.name == "wait"]
+    return max(0.0, waits[-1] - backwards[-1]) if backwards and waits else 0.0
+
+
 def blamed(own: Mapping[str, float], usual: Mapping[str, float]) -> str:
     """The part with the largest excess; all of the computation, if all of it is slower in proportion.
 

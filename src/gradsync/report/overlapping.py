@@ -8,7 +8,7 @@ from statistics import median
 from gradsync.report.findings import Warned
 from gradsync.report.overhead import Overhead
 from gradsync.report.table import Table
-from gradsync.report.wording import source_of
+from gradsync.report.wording import pace_of, source_of
 from gradsync.trace.lines import Step
 from gradsync.trace.reader import RunTrace
 from gradsync.units import show_seconds
@@ -16,6 +16,7 @@ from gradsync.units import show_seconds
 _HIDDEN = 0.1  # less of what could be hidden: nothing overlaps
 _MATTERS = 0.05  # of the step
 _EARLY = 0.9  # of backward: what leaves before could hide
+_IN_BACKWARD = ("every_step", "accumulate")  # paces whose gradients travel while others are computed
 _RECENT = 20  # detailed steps of a rank that are looked at
 
 
@@ -24,6 +25,8 @@ def warn_of_overlap(run: RunTrace, table: Table, overhead: Overhead) -> Iterable
     hidden, comm_s = overhead.overlap, overhead.comm_s
     if hidden is None or comm_s is None or hidden >= _HIDDEN:
         return
+    if pace_of(run) not in _IN_BACKWARD:
+        return  # what it exchanges does not come with backward
     if min(comm_s, overhead.network_s) < _MATTERS * overhead.step_s:
         return
     told, of_ddp = show_seconds(comm_s), source_of(run) == "ddp"
@@ -39,8 +42,8 @@ def warn_of_overlap(run: RunTrace, table: Table, overhead: Overhead) -> Iterable
     elif _leave_early(table):
         yield Warned(
             f"Hardly anything overlaps: buckets leave during backward, but of {told} on the way most comes after it.",
-            "Where processors compute, communication needs some of them: leave it a core (fewer threads by "
-            "OMP_NUM_THREADS). Else the link is slower than backward fills buckets.",
+            "Where processors compute, communication needs some of them too: a core left free for it helps. Else the "
+            "link is slower than backward fills buckets.",
         )
     else:
         advice = (

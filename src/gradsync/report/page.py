@@ -151,7 +151,7 @@ def _measured(run: RunTrace, last: int) -> str:
 
 def _sentences(run: RunTrace, last: int) -> Iterator[str]:
     first = next(iter(run.ranks.values()))
-    who = {"ddp": "a stock DistributedDataParallel model that was observed"}.get(first.run.source, "gradsync")
+    who = {"ddp": "DistributedDataParallel, looked on by gradsync"}.get(first.run.source, "gradsync")
     versions = [f"gradsync {shown(first.run.gradsync, 30)}"] * bool(first.run.gradsync)
     versions += [f"torch {shown(first.run.torch, 30)}"] * bool(first.run.torch)
     devices = sorted({trace.run.device for trace in run.ranks.values()})

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from gradsync.report.blame import Blame
 from gradsync.report.links import SlowLink
 from gradsync.report.overhead import Overhead
-from gradsync.report.wording import NOUNS, listed, points, printable, show_share, who
+from gradsync.report.wording import NOUNS, listed, over_network, points, printable, show_share, waits_for, who
 from gradsync.trace.lines import Error
 from gradsync.trace.reader import RunTrace
 from gradsync.units import show_seconds
@@ -64,6 +64,8 @@ def _other_parts(
     run: RunTrace, overhead: Overhead, blame: Sequence[Blame], links: Sequence[SlowLink]
 ) -> list[tuple[float, str]]:
     """What no rank is to blame for."""
+    if (whom := waits_for(run)) is not None:
+        return [(overhead.share, f"waiting for {whom}")]
     late = {each.rank for each in blame}
     uneven = sum(charged for rank, charged in overhead.charged_s.items() if rank not in late)
     parts = [(overhead.network_s, _network(run, overhead, links)), (uneven, "waiting for whichever rank is last")]
@@ -74,7 +76,7 @@ def _other_parts(
 
 
 def _network(run: RunTrace, overhead: Overhead, links: Sequence[SlowLink]) -> str:
-    name = "the network" if overhead.sent_nbytes or not overhead.nbytes else "the exchange itself"
+    name = "the network" if over_network(run, overhead.sent_nbytes, overhead.nbytes) else "the exchange itself"
     if links:
         to = links[0].address if links[0].peer is None else f"rank {links[0].peer}"
         return f"{name}, where the link from rank {links[0].rank} to {to} is slow"

@@ -40,13 +40,20 @@ ADVICE = {
 BEFORE_FORWARD = "in its input, or what else comes between its optimizer and its forward pass"
 
 
-def where(phase: str, exact_input: bool) -> str:
+HANDING_OVER = "between its backward and its wait, where gradients are handed over"
+
+
+def where(phase: str, exact_input: bool, hands_over: bool) -> str:
     """Where a rank takes its time. Input that nobody timed by itself is all that comes before forward."""
+    if phase == "other" and hands_over:
+        return HANDING_OVER
     return BEFORE_FORWARD if phase == "input" and not exact_input else WHERE[phase]
 
 
-def advice(phase: str, exact_input: bool, source: str) -> str:
+def advice(phase: str, exact_input: bool, hands_over: bool, source: str) -> str:
     """What to do about it, for whoever synchronizes."""
+    if phase == "other" and hands_over:
+        return ADVICE[COMPUTATION]
     if phase != "input" or exact_input:
         return ADVICE[phase]
     timed = "observer.data(loader) of gs.observe" if source == "ddp" else "sync.data(loader)"
@@ -56,6 +63,24 @@ def advice(phase: str, exact_input: bool, source: str) -> str:
 def source_of(run: RunTrace) -> str:
     """Who synchronized: gradsync, or ddp, which has knobs of other names."""
     return next(iter(run.ranks.values())).run.source
+
+
+def pace_of(run: RunTrace) -> str:
+    """How often its plan synchronizes, by name; a file may say anything."""
+    plan = next(iter(run.ranks.values())).run.plan or {}
+    pace = plan.get("pace")
+    kind = pace.get("kind") if isinstance(pace, dict) else None
+    return kind if isinstance(kind, str) else "every_step"
+
+
+def waits_for(run: RunTrace) -> str | None:
+    """Whom a rank waits for, where that is not the last of all ranks."""
+    return {"async_sgd": "the parameters' owners", "gossip": "a neighbour"}.get(pace_of(run))
+
+
+def over_network(run: RunTrace, sent_nbytes: float, nbytes: float) -> bool:
+    """Whether the exchange goes over a network: as far as is known, else by whether there are several hosts."""
+    return bool(sent_nbytes) or (not nbytes and len({trace.run.host for trace in run.ranks.values()}) > 1)
 
 
 def printable(text: str) -> str:

@@ -77,9 +77,12 @@ def _layout(trace: RankTrace) -> Sequence[BucketPlan]:
 
 
 def _payload_shares(trace: RankTrace) -> dict[int, float]:
-    """What was handed to a collective / what the bucket holds, from the last step that tells."""
+    """What was handed to a collective / what the bucket holds, from the last step that tells, in this layout."""
     held = {bucket.bucket: bucket.nbytes for bucket in _layout(trace)}
+    since = trace.layouts[-1].step if trace.layouts else 0
     for step in reversed(trace.steps):
+        if step.step < since:
+            break
         if step.buckets:
             return {
                 each.bucket: min(1.0, each.nbytes / held[each.bucket])
