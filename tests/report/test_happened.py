@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -307,6 +308,28 @@ def test_advice_holds_the_pids_and_what_the_user_has(what: str, source: str) -> 
         assert "py-spy dump --pid 4002 on node-b" in said
         assert ("gs.Guard(timeout=seconds)" in said) == (source == "gradsync")
         assert ("init_process_group(timeout=...)" in said) == (source == "ddp")
+
+
+def test_a_rank_that_had_fewer_batches_is_met_with_join() -> None:
+    run = made_run(2, 20)
+    text = "rank 0 is in a synchronization but rank 1 is in detach()"
+    run.ranks[0].errors.append(Error(21, "Disagreement", [], None, text))
+    run.ranks[0].end = None
+    account = first_event(run)
+    assert account is not None
+    assert account.kind == "left"
+    assert "with sync.join():" in account.advice
+
+
+def test_of_a_step_that_was_dropped_nobody_is_told_how_to_drop_it() -> None:
+    for dropped in (False, True):
+        run = made_run(2, 20, health=(Health(9, "nonfinite", [1], "w", 3, "rank 1 had NaN in w"),))
+        for trace in run.ranks.values():
+            trace.steps = [replace(step, counts=step.step != 9 or not dropped) for step in trace.steps]
+        account = first_event(run)
+        assert account is not None
+        assert ("The step was dropped on all ranks." in account.advice) == dropped
+        assert ("gs.Guard(nonfinite='skip')" in account.advice) != dropped
 
 
 def test_of_a_standstill_all_processes_are_listed_by_host() -> None:

@@ -230,3 +230,9 @@ def test_ranks_of_one_host_whose_bytes_are_not_known_have_no_network() -> None:
         for trace in run.ranks.values():
             trace.steps = [replace(step, nbytes=0) for step in trace.steps]
         assert f"the {name}" in summarize(run).verdict
+
+
+def test_a_rank_alone_waits_for_nobody() -> None:
+    summary = summarize(made_run(1, 60))
+    assert summary.verdict.startswith("One rank trains alone")
+    assert [fact.name for fact in summary.facts] == ["step", "compute"]

@@ -11,7 +11,7 @@ from gradsync.report.happened import first_event
 from gradsync.report.summary import summarize
 from gradsync.report.warnings import Warned
 from gradsync.trace.flight import Entry, Moment
-from gradsync.trace.lines import BucketPlan, Layout
+from gradsync.trace.lines import BucketPlan, Choice, Layout
 from gradsync.trace.reader import RunTrace
 
 
@@ -45,6 +45,11 @@ def test_one_bucket_cannot_overlap() -> None:
     found = warned(run, "Nothing overlaps")
     assert found is not None
     assert "bucket_bytes" in found.advice
+    for trace in run.ranks.values():
+        trace.choices.append(Choice(1, {}, 0.1))
+    found = warned(run, "Nothing overlaps")
+    assert found is not None
+    assert "gs.auto() found the fastest" in found.advice
 
 
 def test_many_tiny_buckets() -> None:

@@ -31,7 +31,7 @@ ADVICE = {
     "network": "Measure the links: gradsync doctor, under the same launcher; and see whether a firewall or a changed "
     "address is between the hosts.",
     "nonfinite": "Look at that rank's batch in that step; lower the learning rate or clip gradients; with fp16 use a "
-    "GradScaler. {skip} drops such steps on all ranks.",
+    "GradScaler. {skip}",
     "loss_scale": "{scaler} and update it on every rank in every step.",
     "drift": "Bad memory, or code that changes weights on one rank only. {repair} copies the majority's; test that "
     "host's memory (sudo memtester 1G 1; a GPU's: dcgmi diag -r 3).",
@@ -48,14 +48,14 @@ ADVICE = {
 _OURS = {
     "join": "sync.join()",
     "timeout": "gs.Guard(timeout=seconds)",
-    "skip": "gs.Guard(nonfinite='skip')",
+    "skip": "gs.Guard(nonfinite='skip') drops such steps on all ranks.",
     "repair": "gs.Guard(drift='repair')",
     "scaler": "Give the scaler to gs.attach(scaler=...),",
 }
 _OF_DDP = {
     "join": "ddp.join()",
     "timeout": "init_process_group(timeout=...)",
-    "skip": "gs.attach in DDP's place, with gs.Guard(nonfinite='skip'),",
+    "skip": "gs.attach in DDP's place, with gs.Guard(nonfinite='skip'), drops such steps on all ranks.",
     "repair": "gs.attach in DDP's place, with gs.Guard(drift='repair'),",
     "scaler": "Make one GradScaler with the same settings on every rank,",
 }
@@ -103,7 +103,15 @@ class Place:
         }
         if self.ranks and not own:  # its file is not here
             known["py_spy"] = "py-spy dump --pid, with its pid from its log, on its host"
-        return ADVICE[kind].format_map(known | (_OF_DDP if source == "ddp" else _OURS))
+        known |= _OF_DDP if source == "ddp" else _OURS
+        if self._was_dropped():
+            known["skip"] = "The step was dropped on all ranks."
+        return ADVICE[kind].format_map(known)
+
+    def _was_dropped(self) -> bool:
+        """Whether the step came to nothing, as far as it was written."""
+        steps = (step for trace in self.run.ranks.values() for step in trace.steps)
+        return any(step.step == self.step and not step.counts for step in steps)
 
     def _parameters(self) -> list[str]:
         if self.bucket is None:

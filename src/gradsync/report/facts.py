@@ -109,36 +109,38 @@ def tell(
     """
     if overhead is None:
         return []
-    way = "network" if over_network(run, overhead.sent_nbytes, overhead.nbytes) else "exchange"
-    since = ", since gs.auto() chose" if since_choice else ""
-    facts = [
-        Fact(
-            "step",
-            show_seconds(overhead.step_s),
-            f"the middle half of {overhead.num_steps} steps, on the average{since}",
-        ),
-        Fact("overhead", show_share(overhead.share), "of the step, a rank has nothing to compute and waits"),
-        Fact("exposed", show_seconds(overhead.exposed_s), "that wait; what follows adds up to it"),
-        Fact("  for ranks", show_seconds(overhead.waiting_s), "until the last rank is ready"),
-        Fact(f"  for the {way}", show_seconds(overhead.network_s), "when every rank is ready"),
-        Fact("compute", show_seconds(overhead.own_s), "the step without the wait"),
-    ]
-    if (whom := waits_for(run)) is not None:
-        facts[2:5] = [Fact("exposed", show_seconds(overhead.exposed_s), f"that wait, for {whom}")]
-    if overhead.seldom:
-        facts[0] = Fact(
-            "step",
-            show_seconds(overhead.step_s),
-            f"the mean of {overhead.num_steps}; not all of them synchronize{since}",
-        )
+    facts = _of_step(run, overhead, ", since gs.auto() chose" if since_choice else "")
+    if run.world_size == 1:
+        return facts
     facts += [*_communication(run, numbers, overhead), *_compression(numbers, overhead), *_pace(numbers)]
     if predicted := _prediction(numbers):
         facts.append(predicted)
-    if run.world_size > 1:
-        ranks = ", ".join(f"rank {each.rank}" for each in blame) or "none"
-        why = "; ".join(f"{NOUNS[each.phase]} {show_seconds(each.late_s)} later" for each in blame)
-        facts.append(Fact("stragglers", ranks, why or "no rank is late in half of the last steps by much"))
-    return facts
+    ranks = ", ".join(f"rank {each.rank}" for each in blame) or "none"
+    why = "; ".join(f"{NOUNS[each.phase]} {show_seconds(each.late_s)} later" for each in blame)
+    return [*facts, Fact("stragglers", ranks, why or "no rank is late in half of the last steps by much")]
+
+
+def _of_step(run: RunTrace, overhead: Overhead, since: str) -> list[Fact]:
+    """How long it is, and what of it is waiting; a rank alone waits for nobody."""
+    taken = f"the middle half of {overhead.num_steps} steps, on the average{since}"
+    if overhead.seldom:
+        taken = f"the mean of {overhead.num_steps}; not all of them synchronize{since}"
+    step = Fact("step", show_seconds(overhead.step_s), taken)
+    compute = Fact("compute", show_seconds(overhead.own_s), "the step without the wait")
+    if run.world_size == 1:
+        return [step, compute]
+    share = Fact("overhead", show_share(overhead.share), "of the step, a rank has nothing to compute and waits")
+    if (whom := waits_for(run)) is not None:
+        return [step, share, Fact("exposed", show_seconds(overhead.exposed_s), f"that wait, for {whom}"), compute]
+    way = "network" if over_network(run, overhead.sent_nbytes, overhead.nbytes) else "exchange"
+    return [
+        step,
+        share,
+        Fact("exposed", show_seconds(overhead.exposed_s), "that wait; what follows adds up to it"),
+        Fact("  for ranks", show_seconds(overhead.waiting_s), "until the last rank is ready"),
+        Fact(f"  for the {way}", show_seconds(overhead.network_s), "when every rank is ready"),
+        compute,
+    ]
 
 
 def _of_the_link(run: RunTrace, share: Value, link: Value) -> str:

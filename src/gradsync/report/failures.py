@@ -68,9 +68,15 @@ def _on_its_own_account(run: RunTrace, seen: Sights, own: Raised) -> Account:
     who = seen[rank].name if len(alike) == 1 else upper_first(listed(alike))
     told = f"{who} raised {error.what} in step {error.step}{_bucket(run, rank, error)}: {sentence(error.text)}"
     followed = _followers(seen, set(alike), seen[rank].failed_at)
-    return Place(run, error.ranks or alike, error.step, error.bucket).account(
-        _KINDS.get(error.what, "raised"), upper_first(told), *followed
-    )
+    kind = _KINDS.get(error.what, "raised")
+    if kind == "disagreement" and _somebody_left(seen, error.step):
+        kind = "left"
+    return Place(run, error.ranks or alike, error.step, error.bucket).account(kind, upper_first(told), *followed)
+
+
+def _somebody_left(seen: Sights, step: int) -> bool:
+    """Whether a rank had ended in good order by then: with fewer batches than the others, as a rule."""
+    return any(each.ended is not None and each.error is None and (each.step or 0) <= step for each in seen.values())
 
 
 def _missing(run: RunTrace, seen: Sights, raised: Raised, named: Sequence[int]) -> Account:

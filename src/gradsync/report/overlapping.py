@@ -34,10 +34,9 @@ def warn_of_overlap(run: RunTrace, table: Table, overhead: Overhead) -> Iterable
         said = f'Nothing overlaps, as overlap="none" asks: {told} of communication begin when backward is over.'
         yield Warned(said, 'With gs.Plan(overlap="backward") buckets leave during backward.')
     elif _num_buckets(run) == 1:
-        knob = "bucket_cap_mb of DistributedDataParallel" if of_ddp else "bucket_bytes of gs.Plan"
         yield Warned(
             f"Nothing overlaps: {told} of communication begin when backward is over.",
-            f"All gradients travel in one bucket: lower {knob}, so that the first can leave during backward.",
+            f"All gradients travel in one bucket{_smaller_buckets(run, of_ddp)}",
         )
     elif _leave_early(table):
         yield Warned(
@@ -53,6 +52,14 @@ def warn_of_overlap(run: RunTrace, table: Table, overhead: Overhead) -> Iterable
             "instead."
         )
         yield Warned(f"Nothing overlaps: {told} of communication begin when backward is over.", advice)
+
+
+def _smaller_buckets(run: RunTrace, of_ddp: bool) -> str:
+    """How to have them; gs.auto() has looked at that."""
+    if any(trace.choices for trace in run.ranks.values()):
+        return ", which gs.auto() found the fastest: it prices smaller ones too."
+    knob = "bucket_cap_mb of DistributedDataParallel" if of_ddp else "bucket_bytes of gs.Plan"
+    return f": lower {knob}, so that the first can leave during backward."
 
 
 def _asked_for_none(run: RunTrace) -> bool:

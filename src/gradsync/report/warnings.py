@@ -58,7 +58,10 @@ def _files(run: RunTrace) -> Iterable[Warned]:
     below = (path for kind in ("model", "ranks") for path in run.folder.glob(f"{kind}-*/rank-*.jsonl"))
     if folders := sorted({path.parent for path in below}):
         named = ", ".join(printable(str(each)) for each in folders)
-        yield Warned(f"This is one of {len(folders) + 1} models of the run.", f"The others' reports: {named}.")
+        yield Warned(
+            f"This is one of {len(folders) + 1} models of the run.",
+            f"{'The other one has its report' if len(folders) == 1 else 'The others have their reports'} in {named}.",
+        )
     torn = sum(trace.num_unreadable for trace in run.ranks.values())
     if torn:
         yield Warned(
