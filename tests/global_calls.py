@@ -26,11 +26,11 @@ class Scene:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3))
+        self.model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3)).float()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         self.ddp = DistributedDataParallel(self.model)
-        self.batches = [torch.randn(6, 8) for _ in range(5)]
-        self.tensor = torch.randn(1000)
+        self.batches = [torch.randn(6, 8, dtype=torch.float32) for _ in range(5)]
+        self.tensor = torch.randn(1000, dtype=torch.float32)
 
     def train(self, forward: nn.Module) -> None:
         for x in self.batches:

@@ -145,10 +145,13 @@ def unchanged(doing: str, but: Collection[str] = ()) -> Iterator[None]:
 def unusual() -> Iterator[None]:
     """As a user may have set it, and nothing of ours does: who puts back a usual value is found out."""
     threads, matmul = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    dtype, autocast = torch.get_default_dtype(), torch.get_autocast_dtype("cpu")
     handler = signal.signal(signal.SIGUSR2, lambda number, frame: None)
     torch.set_num_threads(3)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.set_float32_matmul_precision("high")
+    torch.set_default_dtype(torch.float64)
+    torch.set_autocast_dtype("cpu", torch.float16)
     torch.manual_seed(11)
     random.seed(12)
     np.random.seed(13)
@@ -160,4 +163,6 @@ def unusual() -> Iterator[None]:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(False)
         torch.set_float32_matmul_precision(matmul)
+        torch.set_default_dtype(dtype)
+        torch.set_autocast_dtype("cpu", autocast)
         signal.signal(signal.SIGUSR2, handler)

@@ -94,7 +94,7 @@ def _chart(answer: Answer, axis: Axis, points: Sequence[Point]) -> Iterator[str]
     lines = [
         Line("default: exact, overlapped with backward", tuple((it.value, it.usual.overhead) for it in points)),
         Line("best that trains the same", tuple((it.value, it.same.overhead) for it in points)),
-        Line("best lossy", tuple((it.value, it.lossy.overhead) for it in points if it.lossy is not None)),
+        Line("fastest lossy", tuple((it.value, it.lossy.overhead) for it in points if it.lossy is not None)),
     ]
     labels = [(it.value, show_value(axis, it.value)) for it in points]
     drawn = draw_chart([line for line in lines if line.points], labels, Mark(_now(answer, axis), "now"))
