@@ -121,6 +121,9 @@ def test_a_file_that_is_missing_means_that_the_run_may_go_on(tmp_path: Path) -> 
     write_run(tmp_path, made_run(2, 9))
     (tmp_path / "rank-1.jsonl").unlink()
     assert not state_of(read_run(tmp_path), 0.0).over
+    # But not for ever: whose files are here have all ended, and nobody writes.
+    ended = ("ended", "1 of 2 ranks (no files of the others) ended after step 9")
+    assert state_of(read_run(tmp_path), 31.0) == ended
 
 
 @pytest.mark.parametrize(

@@ -32,11 +32,14 @@ def state_of(run: RunTrace, silent_s: float) -> State:
     failed = [trace.errors[-1] for trace in run.ranks.values() if trace.errors and not trace.left_in_order]
     gone = {rank for rank, trace in run.ranks.items() if trace.errors or trace.end is not None}
     gone |= {rank for error in failed for rank in error.ranks}  # who is killed says nothing; the others name it
-    if len(gone) >= run.world_size:
+    complete = len(gone) >= run.world_size
+    # A file that is not here, of another host perhaps, will never tell its end.
+    if complete or (silent_s >= QUIET_S and gone >= set(run.ranks)):
         if failed:
             first = min(failed, key=lambda error: error.step)
             return State("failed", f"the run failed in step {first.step}: {printable(first.what)}")
-        return State("ended", f"the run ended after step {step}")
+        whose = "the run" if complete else f"{len(run.ranks)} of {run.world_size} ranks (no files of the others)"
+        return State("ended", f"{whose} ended after step {step}")
     if silent_s >= QUIET_S:
         return State("quiet", f"no news for {_roughly(silent_s)}, after step {step}")
     return State("live", f"running, step {step}")
