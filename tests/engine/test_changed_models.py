@@ -14,6 +14,7 @@ import torch.distributed as dist
 from test_hard_steps import Trap, Trapped
 from test_transparency import mlp
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 from yardstick import assert_replicas_equal
 
@@ -180,6 +181,148 @@ def change(how: str) -> str:
         optimizer.step() if how == "a group added" else model(_data(1))
     sync.detach()
     return str(caught.value)
+
+
+def find_words(change: Callable[[nn.Module], Any]) -> str:
+    """What the next forward says; where nothing is wrong, the weights are equal after two steps more."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = gs.attach(model, optimizer)
+    model(_data(0)).sum().backward()
+    optimizer.step()
+    change(model)
+    told = ""
+    try:
+        for step in (1, 2):
+            model(_data(step)).sum().backward()
+            optimizer.step()
+        assert_replicas_equal(model)
+    except gs.GradSyncError as error:
+        told = str(error)
+    sync.detach()
+    return told
+
+
+class LowRank(nn.Module):
+    """As adapters are put in: the linear inside stays the same object."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner, self.down, self.up = inner, nn.Linear(32, 2), nn.Linear(2, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x) + self.up(self.down(x))
+        return out
+
+
+class Wrapper(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.inner(x)
+
+
+def pruned(model: nn.Module) -> None:
+    prune.l1_unstructured(model[2], "weight", 0.3)
+
+
+def parametrized(model: nn.Module) -> None:
+    parametrize.register_parametrization(model[2], "weight", nn.Tanh())
+
+
+def normed(model: nn.Module) -> None:
+    parametrizations.weight_norm(model[2])
+
+
+def adapted(model: nn.Module) -> None:
+    model[2] = LowRank(model[2])
+
+
+def wrapped(model: nn.Module) -> None:
+    model[2] = Wrapper(model[2])
+
+
+def grown(model: nn.Module) -> None:
+    model[2].add_module("extra", nn.Linear(2, 2))
+
+
+def shrunk(model: nn.Module) -> None:
+    model[4] = nn.Identity()
+
+
+RENAMED = (
+    "as pruning, parametrizations and wrappers rename: checkpoints would not find it, and buffers that came with it "
+    "would not be kept equal"
+)
+WORDS = {
+    pruned: f"parameter 2.weight is called 2.weight_orig since attach, {RENAMED}",
+    parametrized: f"parameter 2.weight is called 2.parametrizations.weight.original since attach, {RENAMED}",
+    wrapped: f"parameter 2.weight is called 2.inner.weight since attach, {RENAMED}",
+    adapted: "parameters 2.down.weight, 2.down.bias, 2.up.weight and 1 more were added after attach, and nobody "
+    "averages what came later",
+    grown: "parameters 2.extra.weight, 2.extra.bias were added after attach, and nobody averages what came later",
+    shrunk: "parameters 4.weight, 4.bias were taken out of the model after attach",
+}
+
+
+@pytest.mark.parametrize("change", WORDS, ids=lambda change: change.__name__)
+def test_what_changed_is_told_as_it_is(change: Callable[[nn.Module], Any], run: Callable[..., Any]) -> None:
+    for rank, message in enumerate(run(find_words, change)):
+        assert message == (
+            f"[rank {rank}/2 step 1] {WORDS[change]}; call sync.detach() before you change the model, and attach again "
+            "after"
+        )
+
+
+def test_a_weight_norm_replaces_what_it_norms(run: Callable[..., Any]) -> None:
+    for message in run(find_words, normed):
+        assert "parameter 2.weight was replaced after attach by 2.parametrizations.weight.original0" in message
+
+
+def silent(model: nn.Module) -> None:
+    """A cache that some layer makes when it is first called."""
+    model[2].add_module("cache", nn.Identity())
+
+
+def test_modules_without_parameters_may_come_later(run: Callable[..., Any]) -> None:
+    assert run(find_words, silent) == ["", ""]
+
+
+def assign_gradients(pace: gs.Plan, detaches: bool) -> str:
+    """As after `torch.autograd.grad(..., create_graph=True)`, and then `step()` without a backward."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = gs.attach(model, optimizer, pace)
+    told = ""
+    try:
+        for step in range(2):
+            params = list(model.parameters())
+            grads = torch.autograd.grad(model(_data(step)).square().sum(), params, create_graph=True)
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = gs.all_reduce(grad.detach()) if detaches else grad
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_replicas_equal(model)
+    except gs.GradSyncError as error:
+        told = str(error)
+    sync.detach()
+    return told
+
+
+@pytest.mark.parametrize("plan", [gs.Plan(), gs.Plan(pace=gs.accumulate(2))])
+def test_a_gradient_assigned_with_its_graph_is_refused_by_name(plan: gs.Plan, run: Callable[..., Any]) -> None:
+    for rank, message in enumerate(run(assign_gradients, plan, False)):
+        assert message == (
+            f"[rank {rank}/2 step 0] the .grad of parameter 0.weight was assigned, with its graph, and no backward has "
+            "brought it, so nobody averages it: call backward() on the loss, or average each yourself, "
+            "param.grad = gs.all_reduce(grad.detach())"
+        )
+
+
+def test_an_average_may_be_assigned(run: Callable[..., Any]) -> None:
+    assert run(assign_gradients, gs.Plan(), True) == ["", ""]
 
 
 @pytest.mark.parametrize("how", ["a module replaced", "a parameter added", "converted", "a group added"])

@@ -5,12 +5,15 @@ Looked at before every forward, so only identities and counts are compared, no n
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 from torch.optim import Optimizer
 
 from gradsync.engine.bucket import Entry
+from gradsync.engine.inventory import clean
 from gradsync.errors import GradSyncError
 
 
@@ -21,8 +24,8 @@ class Census:
         self._entries = entries
         self.place: Callable[[], str] = str  # where this rank is, for errors
         self._known = {id(entry.param) for entry in entries} | ignored
-        self._children = [(m._modules, key, child) for m in model.modules() for key, child in m._modules.items()]
-        self._counts = [(m._parameters, len(m._parameters)) for m in model.modules()]
+        self._model = weakref.ref(model)
+        self._note_modules(model)
         self.note_trainable()
         self._forms = [(entry, entry.param.dtype, entry.param.device) for entry in (entries[0], entries[-1])]
 
@@ -35,17 +38,47 @@ class Census:
         for entry in self._entries:
             there = entry.owner.get(entry.key)
             if there is not entry.param and (there is None or isinstance(there, torch.nn.Parameter)):
-                self._raise(f"parameter {entry.name} was replaced after attach, so its gradient would not be averaged")
+                self._look_again(entry.name)
         for modules, key, child in self._children:
             if modules.get(key) is not child:
-                self._raise(f"module {key!r} was replaced after attach, so its gradients would not be averaged")
-        for parameters, count in self._counts:
-            if len(parameters) != count:
-                self._raise(f"a parameter was added or removed after attach (now {', '.join(parameters)})")
+                self._look_again(key)
+        for table, count in self._counts:
+            if len(table) != count:
+                self._look_again("the model")
         for entry, dtype, device in self._forms:
             if entry.param.dtype != dtype or entry.param.device != device:
                 now = f"{entry.param.dtype} on {entry.param.device}"
                 self._raise(f"parameter {entry.name} was {dtype} on {device} at attach and is {now} now")
+
+    def _look_again(self, where: str) -> None:
+        """Something is not where it was: raise what became of it. Modules without parameters may come and go."""
+        model = self._model()
+        assert model is not None
+        names = {id(param): clean(name) for name, param in model.named_parameters()}
+        new = [name for key, name in names.items() if key not in self._known]
+        gone = [entry.name for entry in self._entries if id(entry.param) not in names]
+        renamed = [(e.name, names[id(e.param)]) for e in self._entries if names.get(id(e.param), e.name) != e.name]
+        if gone and new:
+            self._raise(f"{_several(gone)} replaced after attach by {', '.join(new[:3])}, which nobody averages")
+        if new:
+            self._raise(f"{_several(new)} added after attach, and nobody averages what came later")
+        if gone:
+            self._raise(f"{_several(gone)} taken out of the model after attach")
+        if renamed:
+            before, now = renamed[0]
+            self._raise(
+                f"parameter {before} is called {now} since attach, as pruning, parametrizations and wrappers rename: "
+                "checkpoints would not find it, and buffers that came with it would not be kept equal"
+            )
+        if any(entry.owner.get(entry.key) is not entry.param for entry in self._entries):
+            self._raise(f"{where} holds other modules since attach")
+        self._note_modules(model)
+
+    def _note_modules(self, model: torch.nn.Module) -> None:
+        """These are its modules now."""
+        modules = list(model.modules())
+        self._children = [(m._modules, key, child) for m in modules for key, child in m._modules.items()]
+        self._counts = [(table, len(table)) for m in modules for table in (m._parameters, m._modules)]
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raise if the optimizer is about to apply a gradient that nobody averaged."""
@@ -54,6 +87,16 @@ class Census:
                 if id(param) not in self._known and param.grad is not None:
                     shape = tuple(param.shape)
                     self._raise(f"{type(optimizer).__name__} got a parameter of shape {shape} after attach")
+
+    def check_assigned(self) -> None:
+        """Raise if the optimizer is about to apply a gradient of `torch.autograd.grad` that the user has assigned."""
+        for entry in self._entries:
+            if entry.param.grad is not None and entry.param.grad.requires_grad:
+                raise GradSyncError(
+                    f"{self.place()} the .grad of parameter {entry.name} was assigned, with its graph, and no backward "
+                    "has brought it, so nobody averages it: call backward() on the loss, or average each yourself, "
+                    "param.grad = gs.all_reduce(grad.detach())"
+                )
 
     def note_trainable(self) -> None:
         """Which parameters require a gradient now is known."""
@@ -72,7 +115,18 @@ class Census:
                     "gradient is not averaged; call the model itself, not its parts, in the first step after"
                 )
 
-    def _raise(self, what: str) -> None:
+    def _raise(self, what: str) -> NoReturn:
         raise GradSyncError(
             f"{self.place()} {what}; call sync.detach() before you change the model, and attach again after"
         )
+
+
+def _several(names: list[str]) -> str:
+    """
+    >>> _several(["a.weight"]), _several(["a.weight", "a.bias", "b.weight", "b.bias"])
+    ('parameter a.weight was', 'parameters a.weight, a.bias, b.weight and 1 more were')
+    """
+    if len(names) == 1:
+        return f"parameter {names[0]} was"
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"parameters {', '.join(names[:3])}{more} were"

@@ -57,14 +57,14 @@ def take_inventory(model: torch.nn.Module, optimizers: Sequence[Optimizer], igno
             if param is None or id(param) in seen:
                 continue
             seen.add(id(param))
-            name = _clean(f"{prefix}.{key}" if prefix else key)
+            name = clean(f"{prefix}.{key}" if prefix else key)
             _refuse_parameter(name, param)
             entries.append(Entry(len(entries), name, param, module._parameters, key, sparse))
         for key, buffer in module._buffers.items():
             if buffer is None or id(buffer) in seen:
                 continue
             seen.add(id(buffer))
-            name = _clean(f"{prefix}.{key}" if prefix else key)
+            name = clean(f"{prefix}.{key}" if prefix else key)
             _refuse_buffer(name, buffer)
             buffers.append(BufferSite(name, module._buffers, key))
     if not any(entry.param.requires_grad for entry in entries):
@@ -89,15 +89,15 @@ def _read_ignore(model: torch.nn.Module, ignore: Iterable[Any]) -> set[int]:
     """The ids of what to leave alone; a tensor with several names goes by any of them."""
     check_ignore(ignore)
     every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    named = {_clean(name): tensor for name, tensor in every}
+    named = {clean(name): tensor for name, tensor in every}
     ignored: set[int] = set()
     for each in ignore:
         if isinstance(each, torch.Tensor):
             ignored.add(id(each))
         elif not isinstance(each, str):
             raise TypeError(f"ignore takes names or tensors, got {each!r}")
-        elif _clean(each) in named:
-            ignored.add(id(named[_clean(each)]))
+        elif clean(each) in named:
+            ignored.add(id(named[clean(each)]))
         else:
             raise ValueError(
                 f"ignore names {each!r}, which the model does not have; "
@@ -111,10 +111,10 @@ def _row(kind: str, name: str, tensor: torch.Tensor) -> dict[str, Any]:
     return {"kind": kind, "name": name, "shape": list(tensor.shape), "dtype": dtype, "device": tensor.device.type}
 
 
-def _clean(name: str) -> str:
+def clean(name: str) -> str:
     """The name without what torch.compile puts in front of a block's own.
 
-    >>> _clean("_orig_mod.blocks.0._orig_mod.weight")
+    >>> clean("_orig_mod.blocks.0._orig_mod.weight")
     'blocks.0.weight'
     """
     return name.replace("_orig_mod.", "")

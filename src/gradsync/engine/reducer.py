@@ -135,7 +135,7 @@ class Reducer:
         if self._plan.combine == "sum" and not self.backwards and not self._standing:
             for entry in self.entries:
                 if entry.param.grad is not None:
-                    self._standing.append((entry, entry.param.grad.clone()))
+                    self._standing.append((entry, entry.param.grad.detach().clone()))
                     entry.param.grad = None
 
     def put_back(self) -> None:

@@ -166,6 +166,7 @@ class Steps(Failing):
         """Before a step: if no backward came since the last one, synchronize without a gradient."""
         if self.turns.missed(optimizer):
             # No gradient arrived since the last step: the loss touched no parameter. The others wait for us.
+            self._census.check_assigned()
             self.witness.border()
             self.vote_if_joining()
             self.reducer.set_aside()
@@ -300,6 +301,7 @@ class Steps(Failing):
 
     # Outside of backward
 
+    @torch.no_grad()  # a gradient that was assigned may have a graph
     def synchronize_now(self, flags: Flag = Flag.NONE) -> None:
         """A whole synchronization at once, with the gradients as they stand."""
         self.refuse_if_failed()
