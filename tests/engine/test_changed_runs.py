@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,6 +112,87 @@ def test_a_lost_file_is_a_residual_of_zero_and_a_warning(
                 assert torch.equal(loaded[key].nan_to_num(), file[key].nan_to_num()), key
             elif ".residual." in key:
                 assert not loaded[key].any(), key
+
+
+def save_files(plan: gs.Plan, folder: str, steps: range) -> None:
+    run = Run(plan)
+    run.train(steps)
+    state = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict(), "sync": run.sync.state_dict()}
+    torch.save(state, f"{folder}/rank{dist.get_rank()}.pt")
+    run.sync.detach()
+
+
+def load_as_the_page_says(plan: gs.Plan, folder: str) -> tuple[dict[str, torch.Tensor], list[str]]:
+    page = (Path(__file__).parents[2] / "docs" / "checkpoint.md").read_text()
+    block = re.search(r"### Fewer ranks, or more.*?```python\n(.*?)```", page, re.DOTALL)
+    assert block is not None
+    run = Run(plan)
+    names = {"torch": torch, "dist": dist, "folder": Path(folder), "rank": dist.get_rank()}
+    names |= {"model": run.model, "optimizer": run.optimizer, "sync": run.sync}
+    found = heard(lambda: exec(block[1], names))
+    loaded = run.sync.state_dict(all_ranks=True)
+    run.train(range(4, 6))
+    assert_replicas_equal(run.model)
+    run.sync.detach()
+    return loaded, found
+
+
+@pytest.mark.parametrize("plan", [RICH, gs.Plan()], ids=["compressed", "exact"])
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (3, 2), (2, 4), (2, 3)])
+def test_the_page_hands_over_the_files_of_any_number_of_ranks(
+    plan: gs.Plan, before: int, after: int, run: Callable[..., Any], tmp_path: Path
+) -> None:
+    run(save_files, plan, str(tmp_path), range(2), ranks=4)  # an older run leaves files of more ranks behind
+    run(save_files, plan, str(tmp_path), range(4), ranks=before)
+    files = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True)["sync"] for rank in range(before)]
+    (loaded, found), *others = run(load_as_the_page_says, plan, str(tmp_path), ranks=after)
+    assert found == []
+    assert all(said == [] for _, said in others)
+    owed, sums = residual_sums({key: each for file in files for key, each in file.items()}), residual_sums(loaded)
+    assert owed.keys() == sums.keys()
+    for name in owed:
+        torch.testing.assert_close(sums[name], owed[name], rtol=1e-6, atol=1e-9)
+
+
+def load_own_files(plan: gs.Plan, folder: str, stale: str) -> tuple[str, list[str]]:
+    run = Run(plan)
+    rank = dist.get_rank()
+    state = torch.load(f"{folder}/rank{rank}.pt", weights_only=True)["sync"]
+    if stale == "united" and rank == 1:
+        state |= torch.load(f"{folder}/rank3.pt", weights_only=True)["sync"]
+    said, found = "", []
+    try:
+        found = heard(lambda: run.sync.load_state_dict(state))
+    except (ValueError, gs.Disagreement) as error:
+        said = str(error)
+    run.sync.detach()
+    return said, found
+
+
+@pytest.mark.parametrize("plan", [RICH, gs.Plan()], ids=["compressed", "exact"])
+def test_stale_files_are_told_of_in_one_sentence(plan: gs.Plan, run: Callable[..., Any], tmp_path: Path) -> None:
+    run(save_files, plan, str(tmp_path), range(2), ranks=4)
+    run(save_files, plan, str(tmp_path), range(4), ranks=2)
+    said = [text for text, _ in run(load_own_files, plan, str(tmp_path), "own", ranks=4)]
+    assert set(said) == {said[0]}
+    assert (
+        "of step 4, saved by 2 ranks, on ranks 0 and 1; that of step 2, saved by 4 ranks, on ranks 2 and 3" in said[0]
+    )
+    said = [text for text, _ in run(load_own_files, plan, str(tmp_path), "united", ranks=2)]
+    assert set(said) == {said[0]}
+    assert "rank 1 cannot load its state: this state is made of files of different steps: " in said[0]
+
+
+@pytest.mark.parametrize("compresses", [False, True])
+def test_ranks_that_are_gone_are_missed_only_if_they_kept_anything(
+    compresses: bool, run: Callable[..., Any], tmp_path: Path
+) -> None:
+    plan = gs.Plan(compress=gs.int8() if compresses else None)
+    run(save_files, plan, str(tmp_path), range(3), ranks=4)
+    (said, found), (_, other) = run(load_own_files, plan, str(tmp_path), "own", ranks=2)
+    assert said == ""
+    assert other == []
+    assert ["nobody brings the state of ranks 2 and 3 of 4" in each for each in found] == [True] * compresses
 
 
 # Other plans and models

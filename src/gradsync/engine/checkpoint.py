@@ -8,7 +8,8 @@
     gradsync.auto                                             the plan that gs.auto() chose: see `chosen`
     gradsync.rank<R>.residual.<param>                         what rank R has not sent yet
     gradsync.rank<R>.hidden.<param>                           its gradients of an open window of accumulate(k)
-    gradsync.rank<R>.num_hidden, .num_residuals, .weight      how many those are; its batch weight
+    gradsync.rank<R>.num_hidden, .num_residuals, .weight      how many those are; its batch weights
+    gradsync.rank<R>.step                                     again, to tell files of different steps apart
     gradsync.rank<R>.pace.<key>                               what the pace stores for this rank alone
 
 What stands above the ranks' lines is equal on all of them. The number in the key keeps the ranks' own tensors
@@ -103,11 +104,11 @@ def flatten(saved: Saved) -> State:
     >>> shared = Shared(41, 2, 1.0, 0, "int8", Arrangement(["bias", "weight"], [], True))
     >>> state = flatten(Saved(shared, {}, {1: Part({"weight": torch.zeros(2, 3)}, {}, 0)}))
     >>> [key.removeprefix("gradsync.rank1.") for key in state if "rank" in key]
-    ['num_hidden', 'num_residuals', 'weight', 'residual.weight']
+    ['step', 'num_hidden', 'num_residuals', 'weight', 'residual.weight']
     """
     state = flatten_shared(saved)
     for rank, part in saved.parts.items():
-        state |= flatten_part(rank, part)
+        state |= flatten_part(rank, part, saved.shared.step)
     return state
 
 
@@ -130,12 +131,13 @@ def flatten_shared(saved: Saved) -> State:
     }
 
 
-def flatten_part(rank: int, part: Part) -> State:
+def flatten_part(rank: int, part: Part, step: int) -> State:
     """What this rank alone has."""
     state = {
+        "step": torch.tensor(step, device="cpu"),
         "num_hidden": torch.tensor(part.num_hidden, device="cpu"),
         "num_residuals": torch.tensor(len(part.residuals), device="cpu"),
-        "weight": torch.tensor(part.weight or [math.nan] * 4, dtype=torch.float64, device="cpu"),
+        "weight": torch.tensor(part.weight or (math.nan, math.nan, 0.0, 0.0), dtype=torch.float64, device="cpu"),
     }
     if part.aborted:  # else every state of a run has the same keys
         state["aborted"] = torch.tensor(part.aborted, device="cpu")
@@ -164,7 +166,21 @@ def read(state: Mapping[str, torch.Tensor], shapes: Shapes) -> Saved | None:
     strange = sorted(set(shared.arrangement.order) ^ set(shapes))[:3]
     if strange:
         raise ValueError(f"this state is of another model: it does not agree about the parameters {strange}")
+    _check_steps(state, shared)
     return Saved(shared, _below(state, _FACTOR), read_parts(state, shapes), _below(state, _PACE))
+
+
+def _check_steps(state: Mapping[str, torch.Tensor], shared: Shared) -> None:
+    """Files that a larger run has left behind have the names of files of this one."""
+    found = {key: _OWN.fullmatch(key) for key in state}
+    steps = {int(match[1]): int(state[key]) for key, match in found.items() if match and match[2] == "step"}
+    strange = {rank: step for rank, step in sorted(steps.items()) if step != shared.step}
+    if strange:
+        told = ", ".join(f"rank {rank}'s of step {step}" for rank, step in strange.items())
+        raise ValueError(
+            f"this state is made of files of different steps: {told}, the rest of step {shared.step}, when "
+            f"{shared.world_size} ranks saved; load the files of as many ranks, others are left of another run"
+        )
 
 
 def _below(state: Mapping[str, torch.Tensor], prefix: str) -> State:

@@ -23,6 +23,7 @@ from gradsync.guard.agreement import share
 from gradsync.transport.lane import Lane
 
 _WHAT, _TAG = "the state of another rank", 0
+_EXACTLY = '"compress": {"kind": "exact"}}'  # how the recipe of a plan without residuals ends
 
 
 class Claim(NamedTuple):
@@ -89,7 +90,7 @@ def receive(
 def changes(taken: Saved, hand: Hand, recipe: str) -> Iterator[str]:
     """What is not as it was when the state was saved, for people; `recipe` is the one of this run."""
     shared = taken.shared
-    if hand.lost:
+    if hand.lost and (hand.any_kept or not shared.recipe.endswith(_EXACTLY)):
         yield (
             f"nobody brings the state of {listed(hand.lost)} of {shared.world_size}: its residual is zero, and "
             "what it had not sent yet is lost. Load every rank's state to keep it"
@@ -103,22 +104,31 @@ def changes(taken: Saved, hand: Hand, recipe: str) -> Iterator[str]:
 
 def check_claims(claims: Sequence[Claim], lane: Lane, refusal: Exception | None) -> None:
     """All ranks go on, or all raise."""
-    if refusal is not None:
+    if refusal is not None and len(claims) == 1:
         raise refusal
-    here = lane.place()
     for rank, claim in enumerate(claims):
         if claim.refusal is not None:
-            raise Disagreement(f"{here} {listed(lane.global_ranks([rank]))} cannot load its state: {claim.refusal}")
+            text = f"{listed(lane.global_ranks([rank]))} cannot load its state: {claim.refusal}"
+            raise Disagreement(text) if refusal is None else ValueError(text)
     digests = {claim.digest for claim in claims if claim.digest is not None}
     if not digests:
         raise ValueError("load_state_dict() got an empty state on every rank; load one on at least one of them")
     if len(digests) > 1:
-        mine = claims[lane.groups.rank]
-        step = "none" if mine.digest is None else f"of step {mine.step}"
         raise Disagreement(
-            f"{here} load_state_dict() got different states on different ranks, here {step}; "
-            "load states that were saved in the same step of the same run"
+            f"load_state_dict() got different states: {'; '.join(_kinds(claims, lane))}. Load states that were saved "
+            "in the same step of the same run; files of more ranks may be left of an older one"
         )
+
+
+def _kinds(claims: Sequence[Claim], lane: Lane) -> Iterator[str]:
+    """Who brings which state."""
+    kinds: dict[str, list[int]] = {}
+    for rank, claim in enumerate(claims):
+        if claim.digest is not None:
+            kinds.setdefault(claim.digest, []).append(rank)
+    for ranks in kinds.values():
+        first = claims[ranks[0]]
+        yield f"that of step {first.step}, saved by {first.world_size} ranks, on {listed(lane.global_ranks(ranks))}"
 
 
 def deal(claims: Sequence[Claim]) -> Hand:
@@ -156,7 +166,7 @@ def take(lane: Lane, saved: Saved | None, hand: Hand, claims: Sequence[Claim], s
             if rank == owner:
                 parts[old] = saved.parts[old]
             else:
-                _send(lane, flatten_part(old, saved.parts[old]), owner)
+                _send(lane, flatten_part(old, saved.parts[old], saved.shared.step), owner)
         elif rank == owner:
             parts |= read_parts(_receive(lane, source), shapes)
     rich = [index for index, claim in enumerate(claims) if claim.digest is not None]

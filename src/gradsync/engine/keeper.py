@@ -78,7 +78,7 @@ class Keeper:
         self._steps.meet(Call.GATHER)
         rank, saved = self._lane.groups.rank, self._saved()
         with self._steps.failing():
-            return gather(self._lane, flatten_shared(saved), flatten_part(rank, saved.parts[rank]))
+            return gather(self._lane, flatten_shared(saved), flatten_part(rank, saved.parts[rank], saved.shared.step))
 
     def _saved(self) -> Saved:
         pace, held = self._pace.state(), self._pace.held()

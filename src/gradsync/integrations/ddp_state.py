@@ -174,7 +174,7 @@ class DDPState:
             with self._failing():
                 compare(self._lane, "state_dict(all_ranks=True)")
                 (rank, part), *_ = (saved := self._saved()).parts.items()
-                return gather(self._lane, flatten_shared(saved), flatten_part(rank, part))
+                return gather(self._lane, flatten_shared(saved), flatten_part(rank, part, saved.shared.step))
         return flatten(self._saved())
 
     def _saved(self) -> Saved:
