@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from gradsync import cgroups
 from gradsync.errors import NotEnoughMemory
 
 _NONCE_NBYTES = 16
@@ -171,7 +172,7 @@ def _elsewhere(cards: list[tuple[bool, int, int, bytes]], mapped: list[bool], nb
 
 def available_nbytes() -> int | None:
     """Bytes that can still be used, by the machine and by this container; None if nobody says."""
-    limits = [value for value in (_machine_nbytes(), _container_nbytes()) if value is not None]
+    limits = [value for value in (_machine_nbytes(), cgroups.free_memory_nbytes()) if value is not None]
     return min(limits, default=None)
 
 
@@ -183,19 +184,6 @@ def _machine_nbytes() -> int | None:
     except (OSError, ValueError):
         pass
     return None
-
-
-def _container_nbytes() -> int | None:
-    """What the control group (version 2) leaves; memory for files can be taken back."""
-    folder = Path("/sys/fs/cgroup")
-    try:
-        limit, used = (folder / "memory.max").read_text(), int((folder / "memory.current").read_text())
-        if limit.strip() == "max":
-            return None
-        fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return int(limit) - used + int(fields.get("inactive_file", 0))
-    except (OSError, ValueError):
-        return None
 
 
 def _megabytes(nbytes: int) -> str:

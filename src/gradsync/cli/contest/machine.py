@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from gradsync import cgroups
+
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _UNKNOWN_CACHE_NBYTES = 32 * 2**20
 _MEMINFO = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def machine(hosts: int, threads: int) -> dict[str, Any]:
@@ -48,11 +49,8 @@ def free_memory_nbytes() -> int:
             break
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        limit, used = ((_CGROUP / f"memory.{name}").read_text().strip() for name in ("max", "current"))
-    except OSError:
-        return free
-    return free if limit == "max" else min(free, int(limit) - int(used))
+    allowed = cgroups.free_memory_nbytes()
+    return free if allowed is None else min(free, allowed)
 
 
 def _kibibytes(text: str) -> int:
