@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 import torch
@@ -186,3 +186,34 @@ def test_what_the_waiting_thread_does_comes_after_a_good_end_only() -> None:
                 with pytest.raises(ArithmeticError):
                     each.settle()
     assert done == ["good"]
+
+
+class Unsteady(Desk):
+    """A desk whose stream cannot be entered from the `fails_at`-th time on, as after an error of the device."""
+
+    def __init__(self, courier: Courier | None, fails_at: int) -> None:
+        super().__init__(courier, torch.device("cpu"))
+        self._left = fails_at
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        self._left -= 1
+        if self._left < 0:
+            raise RuntimeError("the device is gone")
+        return super()._on_stream()
+
+
+@pytest.mark.parametrize("threads", [True, False], ids=["on a thread", "at once"])
+@pytest.mark.parametrize("fails_at", range(5))
+def test_a_stream_that_cannot_be_entered_fails_every_delivery(fails_at: int, threads: bool) -> None:
+    wire, courier = Wire(), Courier() if threads else None
+    desk = Unsteady(courier, fails_at)
+    deliveries = [delivery(bucket) for bucket in range(4)]
+    for bucket, each in enumerate(deliveries):
+        desk.take(travel(wire, 0, bucket, [(False, True)] * 9), each)
+    desk.flush()
+    for each in deliveries:
+        assert each.landed(_BOUND_S)
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            each.settle()
+    if courier is not None:
+        courier.close(_BOUND_S)

@@ -47,22 +47,39 @@ class Desk:
     def take(self, journey: Journey, delivery: Promise) -> None:
         """Begin a journey after those handed in before."""
         if self._stream is None:
-            self._do(lambda: self._begin(journey, delivery))
+            self._do(lambda: self._begin(journey, delivery), delivery)
             return
         device, ready, done = self._stream.device, torch.cuda.Event(), torch.cuda.Event()
         ready.record(torch.cuda.current_stream(device))
         delivery.after = lambda: torch.cuda.current_stream(device).wait_event(done)
-        self._do(lambda: self._begin(_between(journey, ready, done), delivery))
+        self._do(lambda: self._begin(_between(journey, ready, done), delivery), delivery)
 
     def flush(self) -> None:
         """All journeys to their ends: no more begin in this step."""
         self._do(self._finish_all)
 
-    def _do(self, work: Callable[[], None]) -> None:
+    def _do(self, work: Callable[[], None], delivery: Promise | None = None) -> None:
+        """In its turn, on the desk's stream. Whatever fails, whoever waits for a delivery hears of it."""
+
+        def run() -> None:
+            try:
+                with self._on_stream():
+                    work()
+            except Exception as error:
+                self._give_up(error, delivery)
+
         if self._courier is None:
-            work()
+            run()
         else:
-            self._courier.take(Errand(work, "the exchange", 0, -1))
+            self._courier.take(Errand(run, "the exchange", 0, -1))
+
+    def _give_up(self, error: Exception, newest: Promise | None) -> None:
+        """Neither the trips that are under way nor those to come arrive: the stream itself has failed, say."""
+        first, self._broken = self._broken, self._broken or error
+        waiting = [trip.delivery for trip in self._trips] + ([] if newest is None else [newest])
+        self._trips = []
+        for delivery in waiting:
+            delivery.finish(error if first is None else RuntimeError(str(first)))
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -71,16 +88,14 @@ class Desk:
         # A thread that torch did not start heeds torch.set_num_threads() only once it has asked; until then a small
         # matrix product wakes a thread per core, and ranks that share cores wait 20 ms for each.
         torch.get_num_threads()
-        with self._on_stream():
-            newest = self._further(_Trip(journey, None, delivery))
-            self._all_further()
-            if newest is not None:
-                self._trips.append(newest)
+        newest = self._further(_Trip(journey, None, delivery))
+        self._all_further()
+        if newest is not None:
+            self._trips.append(newest)
 
     def _finish_all(self) -> None:
-        with self._on_stream():
-            while self._trips:
-                self._all_further()
+        while self._trips:
+            self._all_further()
 
     def _all_further(self) -> None:
         self._trips = [trip for trip in map(self._further, self._trips) if trip is not None]
