@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
+import struct
 import tempfile
 import threading
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -82,6 +85,17 @@ def wait_for_ever_in_a_named_place() -> None:
 
 def return_what_cannot_travel() -> Any:
     return threading.Lock()
+
+
+def size_of(content: bytes) -> int:
+    return len(content)
+
+
+def stop_in_the_middle_of_the_answer() -> None:
+    """As a rank that is frozen while it sends something large."""
+    [own] = [each for each in gc.get_objects() if type(each) is Connection and not each.closed]
+    os.write(own.fileno(), struct.pack("!i", 1 << 20) + b"the first bytes of many")
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def adopt() -> int:
@@ -180,6 +194,26 @@ def test_ranks_that_end_are_named_with_how(start: str, warm: ForkServerContext) 
     assert (first.ok, first.value, first.text) == (True, "stayed", "returned")
     assert (second.ok, second.text) == (False, "the process exited with code 3")
     assert (third.ok, third.text) == (False, "the process was killed by SIGKILL")
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_takes_nothing_in_is_ended_in_time(warm: ForkServerContext) -> None:
+    with RankPool(2, context=warm) as pool:
+        pool.run(add_up)
+        os.kill(pool.pids()[1], signal.SIGSTOP)
+        first, second = pool.outcomes(size_of, bytes(8 << 20), timeout=1)
+        assert not first.ok or first.value == 8 << 20
+        assert second.text.startswith("did not finish within 1 s")
+        assert pool.run(size_of, bytes(8 << 20)) == [8 << 20] * 2
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_stops_in_the_middle_of_its_answer_is_ended_in_time(warm: ForkServerContext) -> None:
+    with RankPool(1, context=warm) as pool:
+        pool.run(own_pid)
+        [outcome] = pool.outcomes(stop_in_the_middle_of_the_answer, timeout=1)
+        assert outcome.text.startswith("did not finish within 1 s")
+        assert pool.run(introduce, "again") == [(0, 1, "again")]
 
 
 # spawn

@@ -25,6 +25,7 @@ from datetime import timedelta
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from pickle import PicklingError
 from types import TracebackType
@@ -37,6 +38,7 @@ from torch._C._distributed_c10d import FileStore
 from gradsync.errors import GradSyncError
 
 _HOLD_S = 1.0  # a rank that failed lives on this long, so that peers can read what it sent before
+_TALK_S = 5.0  # for the rest of an answer, when its rank has ended
 _GRACE_S = 20.0  # after a failure the others have this long to fail too; longer than Guard.dead_after
 
 
@@ -176,6 +178,7 @@ class _Worker:
 
     def __init__(self, rank: int, folder: str, context: SpawnContext | ForkServerContext) -> None:
         self._connection, theirs = context.Pipe()
+        self._talk: _Talk | None = None
         self._stacks = Path(folder) / f"stacks-{rank}-{time.monotonic_ns()}"
         self._process = context.Process(target=_serve, args=(theirs, str(self._stacks)), name=f"gradsync-rank-{rank}")
         with _interrupts_held():
@@ -192,25 +195,29 @@ class _Worker:
         return self._process.is_alive()
 
     def send(self, job: tuple[Any, ...]) -> None:
+        """Have it run; a thread sends the job and receives the answer, as a pipe makes both wait for the other end."""
         try:
-            self._connection.send(job)
+            content = ForkingPickler.dumps(job)
         except (AttributeError, TypeError, PicklingError) as error:
             raise ValueError(
                 f"{job[0]!r} cannot reach the ranks ({error}): define it at the top of a module, "
                 "since every rank is a new process that imports it"
             ) from None
+        self._talk = _Talk(self._connection, content)
 
     def handles(self) -> list[Any]:
-        return [self._connection, self._process.sentinel]
+        assert self._talk is not None
+        return [self._talk.over, self._process.sentinel]
 
     def outcome(self) -> Outcome:
-        try:
-            if self._connection.poll():
-                return Outcome(*self._connection.recv())
-        except (EOFError, OSError):
-            pass
-        self._process.join()
-        code = self._process.exitcode or 0
+        """How it ended: by what it said last, or by its exit code."""
+        assert self._talk is not None
+        if (answer := self._talk.answer()) is not None:
+            return answer
+        self._process.join(_TALK_S)
+        code = self._process.exitcode
+        if code is None:
+            return Outcome(False, None, "the process has hung up and does not end")
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         return Outcome(False, None, f"the process was {how}" if code < 0 else f"the process {how}")
 
@@ -234,7 +241,36 @@ class _Worker:
     def kill(self) -> None:
         self._process.kill()
         self._process.join()
+        if self._talk is not None:
+            self._talk.answer()  # which ends, as the other end of its pipe has
         self._connection.close()
+
+
+class _Talk:
+    """A job on its way to a process, and the answer on its way back."""
+
+    def __init__(self, connection: Connection, job: memoryview) -> None:
+        self.over, self._done = multiprocessing.Pipe(duplex=False)  # `over` is readable when it has ended
+        self._answer: Outcome | None = None
+        self._thread = threading.Thread(target=self._run, args=(connection, job), name="gradsync-talk", daemon=True)
+        self._thread.start()
+
+    def answer(self) -> Outcome | None:
+        """None if there is none, as the process has ended. Not waited for for ever: its children may hold the pipe."""
+        self._thread.join(_TALK_S)
+        self.over.close()
+        return self._answer
+
+    def _run(self, connection: Connection, job: memoryview) -> None:
+        try:
+            connection.send_bytes(job)
+            self._answer = Outcome(*connection.recv())
+        except (EOFError, OSError):
+            pass
+        except Exception as error:
+            self._answer = Outcome(False, None, f"what it returned cannot be read here: {error}")
+        finally:
+            self._done.close()
 
 
 @contextmanager
