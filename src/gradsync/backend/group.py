@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import (
     Store,
 )
 
-from gradsync.backend import calls
+from gradsync.backend import calls, forms
 from gradsync.backend.calls import Call, Parts
 from gradsync.backend.devices import Devices
 from gradsync.backend.queue import Queue
@@ -91,6 +91,7 @@ class GradsyncGroup(dist.ProcessGroup):
         return self._reduce("allreduce_coalesced", tensors, AllreduceCoalescedOptions() if opts is None else opts)
 
     def _reduce(self, name: str, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
+        forms.check(name, (tensors,))
         if opts.reduceOp.op == dist.ReduceOp.AVG and _are_integers(tensors):
             opts.reduceOp = dist.ReduceOp.SUM
             return IntegerMean(self._reduce(name, tensors, opts), tensors, self.size())
@@ -134,6 +135,7 @@ class GradsyncGroup(dist.ProcessGroup):
 
     def _hand_on(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The collective as torch does it, with the dead named."""
+        forms.check(name, args)
         self._devices.complete()
         try:
             work = getattr(self._inner, name)(*args, **kwargs)
