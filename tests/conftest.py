@@ -14,11 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from gradsync.ranks import RankPool
 from netlab.fixture import lab, nest  # noqa: F401  # for every folder
 
 Run = Callable[..., list[Any]]
+
+settings.register_profile("any machine", deadline=None)  # no test asserts a duration
+settings.load_profile("any machine")
 
 # Files that start programs of their own take longest: begun last, one would keep a worker while the other is idle.
 FIRST = ("tests/integrations", "tests/cli", "tests/launch", "tests/test_", "tests/docs", "tests/backend")
