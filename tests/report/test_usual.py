@@ -103,6 +103,16 @@ def test_the_caption_is_counted() -> None:
         "Step 61 took 61 ms; the median of the last 100 steps is 51.5 ms, and 60 % of them were shorter. "
         "Of those recorded bucket by bucket (2 of them were) it is the nearest to the median."
     ) in caption(run)
+    assert "it is the latest near the median." in caption(made_run(2, 101))
+
+
+def test_of_equally_usual_steps_the_latest_is_shown() -> None:
+    """A run whose rank 1 became slow, while its steps stayed as long: how it goes now is in the picture."""
+    run = made_run(2, 160, noise=NOISY)
+    usual = usual_of(recorded(run))
+    assert usual.detailed
+    assert usual.step > 80
+    assert 0.4 <= usual.shorter <= 0.6
 
 
 def found_in(run: RunTrace) -> list[Regular]:

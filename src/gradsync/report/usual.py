@@ -1,4 +1,4 @@
-"""The step to show of many: the nearest to the median, of those that were recorded bucket by bucket if one is near."""
+"""The step to show of many: one at the median, and of those recorded bucket by bucket the latest, if one is there."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from gradsync.trace.lines import Step
 
 _WINDOW = 200  # steps: a picture shows how it goes now
 _NEAR = 0.1  # of the median
+_MIDDLE = (0.4, 0.6)  # of the steps are shorter: equally good, and so the latest is taken, for runs change
 _QUARTER = 0.25  # of the steps are shorter, and as many longer: between them a step is as most are
 
 
@@ -24,6 +25,7 @@ class Usual(NamedTuple):
     num_steps: int
     num_detailed: int  # recorded bucket by bucket
     detailed: bool  # whether this one is
+    latest: bool  # of several near the median; else it is the nearest
     nearest_detailed: tuple[int, float] | None  # and if it is not: the one nearest to the median, and its length
 
 
@@ -34,12 +36,13 @@ def usual_step(table: Table) -> Usual | None:
         return None
     middle_s = median(lengths.values())
     detailed = {step: step_s for step, step_s in lengths.items() if _is_detailed(table.rows[step])}
-    near = _nearest(detailed, middle_s)
+    alike = _in_the_middle(detailed, lengths, middle_s)
+    near = max(alike, default=_nearest(detailed, middle_s))
     found = _nearest(lengths, middle_s) if near is None or not _is_usual(lengths[near], lengths, middle_s) else near
     assert found is not None
     return Usual(
         found, lengths[found], middle_s, _shorter(lengths[found], lengths), len(lengths), len(detailed),
-        found in detailed, None if near is None or found in detailed else (near, lengths[near]),
+        found in detailed, found in alike, None if near is None or found in detailed else (near, lengths[near]),
     )  # fmt: skip
 
 
@@ -59,6 +62,12 @@ def _lengths(table: Table) -> dict[int, float]:
 def _is_detailed(row: Mapping[int, Step]) -> bool:
     """On most ranks."""
     return 2 * sum(cell.buckets is not None for cell in row.values()) >= len(row)
+
+
+def _in_the_middle(detailed: Mapping[int, float], lengths: Mapping[int, float], middle_s: float) -> list[int]:
+    low, high = _MIDDLE
+    near = {step: step_s for step, step_s in detailed.items() if abs(step_s - middle_s) <= _NEAR * middle_s}
+    return [step for step, step_s in near.items() if low <= _shorter(step_s, lengths) <= high]
 
 
 def _nearest(lengths: Mapping[int, float], middle_s: float) -> int | None:

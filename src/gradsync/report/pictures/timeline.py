@@ -196,7 +196,8 @@ def _which(usual: Usual) -> str:
     )
     if usual.detailed:
         recorded = "one of them was" if usual.num_detailed == 1 else f"{usual.num_detailed} of them were"
-        return f"{said} Of those recorded bucket by bucket ({recorded}) it is the nearest to the median."
+        how = "the latest near the median" if usual.latest else "the nearest to the median"
+        return f"{said} Of those recorded bucket by bucket ({recorded}) it is {how}."
     if usual.nearest_detailed is not None:
         step, step_s = usual.nearest_detailed
         said += (
