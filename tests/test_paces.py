@@ -260,13 +260,23 @@ def test_the_others_go_with_any_algorithm_and_compressor(pace: paces.Pace) -> No
     assert plan.canonical()["pace"] == paces.canonical(pace)
 
 
-@pytest.mark.parametrize("pace", [4, "gossip", gs.gossip, gs.nesterov(), None], ids=lambda value: type(value).__name__)
-def test_what_is_no_pace_is_refused_by_name(pace: Any) -> None:
+@pytest.mark.parametrize(
+    ("pace", "hint"),
+    [
+        (4, " (did you mean gs.accumulate(4)?)"),
+        ("gossip", " (did you mean gs.gossip(...)?)"),
+        (gs.gossip, " (did you mean gs.gossip(...)?)"),
+        (gs.nesterov(), ""),
+        (None, ""),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_no_pace_is_refused_by_name(pace: Any, hint: str) -> None:
     with pytest.raises(TypeError) as caught:
         gs.Plan(pace=pace)
     assert str(caught.value) == (
         "pace must be one of gs.every_step(...), gs.accumulate(...), gs.local_sgd(...), gs.diloco(...), "
-        f"gs.delayed(...), gs.async_sgd(...), gs.gossip(...), got {pace!r}"
+        f"gs.delayed(...), gs.async_sgd(...), gs.gossip(...), got {pace!r}{hint}"
     )
 
 

@@ -106,3 +106,8 @@ __all__ = [
     "tree",
     "warmup",
 ]
+
+
+def __dir__() -> list[str]:
+    """What is public; the folders behind it can be imported, and are nobody's interface."""
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -71,7 +72,7 @@ class Plan:
         check_compress(self.compress)
         if not isinstance(self.pace, Pace):
             names = ", ".join(f"gs.{name}(...)" for name in KINDS)
-            raise TypeError(f"pace must be one of {names}, got {self.pace!r}")
+            raise TypeError(f"pace must be one of {names}, got {self.pace!r}{_meant_pace(self.pace)}")
         if self.overlap not in get_args(Overlap):
             wish = " (overlap with the next forward is not built yet)" if str(self.overlap) == "forward" else ""
             raise ValueError(f'overlap must be "none" or "backward", got {self.overlap!r}{wish}')
@@ -167,14 +168,35 @@ def not_a_plan(value: object) -> str:
         hint = " (did you mean gs.Plan(compress=...)?)"
     elif isinstance(value, Algorithm):
         hint = " (did you mean gs.Plan(algorithm=...)?)"
+    elif isinstance(value, Pace):
+        hint = " (did you mean gs.Plan(pace=...)?)"
+    elif isinstance(value, str | PathLike):
+        hint = f" (did you mean gs.Plan.load({str(value)!r})?)"
+    elif value is Plan:
+        hint = " (did you mean gs.Plan()?)"
+    elif isinstance(value, dict):
+        hint = " (did you mean gs.Plan(**...)?)"
     return f"plan must be a gs.Plan, got {value!r}{hint}"
+
+
+def _meant_pace(value: object) -> str:
+    """
+    >>> _meant_pace(4), _meant_pace("local_sgd"), _meant_pace(None)
+    (' (did you mean gs.accumulate(4)?)', ' (did you mean gs.local_sgd(...)?)', '')
+    """
+    if _is_int(value):
+        return f" (did you mean gs.accumulate({value})?)"
+    name = value if isinstance(value, str) else getattr(value, "__name__", None)
+    return f" (did you mean gs.{name}(...)?)" if isinstance(name, str) and name in KINDS else ""
 
 
 def check_algorithm(algorithm: object) -> None:
     """Refuse what is none."""
     if algorithm is not None and not isinstance(algorithm, Algorithm):
         names = ", ".join(f"gs.{name}()" for name in _ALGORITHMS)
-        raise TypeError(f"algorithm must be None or one of {names}, got {algorithm!r}")
+        meant = algorithm if isinstance(algorithm, str) else getattr(algorithm, "__name__", None)
+        hint = f" (did you mean gs.{meant}()?)" if isinstance(meant, str) and meant in _ALGORITHMS else ""
+        raise TypeError(f"algorithm must be None or one of {names}, got {algorithm!r}{hint}")
 
 
 def check_compress(compress: object) -> None:

@@ -186,7 +186,7 @@ def test_bad_arguments_are_refused_before_anything_is_sent(run: Any) -> None:
         "TypeError: all_reduce takes a dense torch tensor, got torch.sparse_coo",
         'ValueError: op must be "mean" or "sum", got \'max\'',
         "TypeError: algorithm must be None or one of gs.native(), gs.ring(), gs.tree(), gs.halving_doubling(), "
-        "gs.hierarchical(), gs.shared_memory(), got 'ring'",
+        "gs.hierarchical(), gs.shared_memory(), got 'ring' (did you mean gs.ring()?)",
         'ValueError: the mean of torch.int64 is not an integer; use op="sum" or a floating tensor',
         "ValueError: torch.bool cannot be added up; pass tensor.int() instead",
     ]

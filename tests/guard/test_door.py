@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import LambdaLR
 
 import gradsync as gs
 from gradsync.guard import door
@@ -286,11 +287,58 @@ def sharded() -> nn.Module:
 REFUSALS: dict[str, tuple[Callable[[], Arguments], str]] = {
     "not a module": (
         lambda: on_model([nn.Linear(2, 2)]),  # type: ignore[arg-type]
-        "TypeError: attach takes a torch.nn.Module, got list",
+        "TypeError: attach takes a torch.nn.Module, got list (put several modules into one torch.nn.ModuleList)",
+    ),
+    "the optimizer first": (
+        lambda: on_model(SGD(net().parameters())),  # type: ignore[arg-type]
+        "TypeError: attach takes a torch.nn.Module, got SGD (the model comes first: gs.attach(model, optimizer))",
+    ),
+    "a class for a model": (
+        lambda: on_model(nn.Linear),  # type: ignore[arg-type]
+        "TypeError: attach takes a torch.nn.Module, got the class Linear (make one first: model = Linear(...))",
+    ),
+    "parameters for a model": (
+        lambda: on_model(net().parameters()),  # type: ignore[arg-type]
+        "TypeError: attach takes a torch.nn.Module, got generator (pass the model itself, not its parameters)",
+    ),
+    "the plan second": (
+        lambda: on_model(net(), optimizer=gs.Plan()),
+        "TypeError: attach takes torch optimizers, got Plan (the plan comes third: gs.attach(model, optimizer, plan), "
+        "or plan=...)",
+    ),
+    "a class for an optimizer": (
+        lambda: on_model(net(), optimizer=SGD),
+        "TypeError: attach takes torch optimizers, got the class SGD (make one first: optimizer = "
+        "SGD(model.parameters(), lr=...))",
+    ),
+    "parameters for an optimizer": (
+        lambda: on_model(net(), optimizer=list(net().parameters())),
+        "TypeError: attach takes torch optimizers, got Parameter (pass the optimizer that was made from the model's "
+        "parameters, not parameters)",
+    ),
+    "a scheduler": (
+        lambda: on_model(net(), optimizer=LambdaLR(SGD(net().parameters()), lambda _: 1.0)),
+        "TypeError: attach takes torch optimizers, got LambdaLR (pass what it schedules: scheduler.optimizer)",
+    ),
+    "optimizers by name": (
+        lambda: on_model(net(), optimizer={"all": SGD(net().parameters())}),
+        "TypeError: attach takes torch optimizers, got dict (pass a list: list(optimizers.values()))",
+    ),
+    "a scaler for an optimizer": (
+        lambda: on_model(net(), optimizer=torch.amp.GradScaler("cpu")),
+        "TypeError: attach takes torch optimizers, got GradScaler (did you mean scaler=...?)",
+    ),
+    "a file for a plan": (
+        lambda: on_model(net(), plan="plan.toml"),
+        "TypeError: plan must be a gs.Plan, got 'plan.toml' (did you mean gs.Plan.load('plan.toml')?)",
+    ),
+    "a pace for a plan": (
+        lambda: on_model(net(), plan=gs.accumulate(4)),
+        "TypeError: plan must be a gs.Plan, got Accumulate(k=4, backwards=1) (did you mean gs.Plan(pace=...)?)",
     ),
     "a plan that is none": (
         lambda: on_model(net(), plan={"pace": 4}),
-        "TypeError: plan must be a gs.Plan, got {'pace': 4}",
+        "TypeError: plan must be a gs.Plan, got {'pace': 4} (did you mean gs.Plan(**...)?)",
     ),
     "a guard that is none": (lambda: on_model(net(), guard=30), "TypeError: guard must be a gs.Guard, got 30"),
     "unknown buffers": (

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from gradsync.engine.bucket import Entry
 from gradsync.engine.replicas import BufferSite
+from gradsync.engine.slips import not_a_model, not_an_optimizer
 from gradsync.engine.user_hooks import GradientHook
 
 _ATTACHED = "attached already; call detach() on that GradSync"
@@ -122,7 +123,7 @@ def clean(name: str) -> str:
 
 def _refuse_wrappers(model: torch.nn.Module) -> None:
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"attach takes a torch.nn.Module, got {type(model).__name__}")
+        raise TypeError(not_a_model(model))
     for name, module in model.named_modules():
         where = f"its module {name!r}" if name else "the model"
         if isinstance(module, DistributedDataParallel):
@@ -171,7 +172,7 @@ def _refuse_optimizers(entries: list[Entry], optimizers: Sequence[Optimizer], ig
     known = {id(entry.param) for entry in entries} | ignored
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"attach takes torch optimizers, got {type(optimizer).__name__}")
+            raise TypeError(not_an_optimizer(optimizer))
         for group in optimizer.param_groups:
             for param in group["params"]:
                 if id(param) not in known:
