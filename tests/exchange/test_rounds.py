@@ -78,7 +78,7 @@ def bits(flat: torch.Tensor) -> int:
 
 @contextmanager
 def channel() -> Iterator[Channel]:
-    groups = make_groups(dist.group.WORLD, 30, 30)
+    groups = make_groups(dist.group.WORLD)
     groups.add_data(dist.group.WORLD, ["cpu"], 30)
     yield groups.data["cpu"]
     # Nobody lets go before everybody has received.

@@ -9,6 +9,7 @@ the reducer's own steps, in the test's process only.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -22,6 +23,8 @@ from nursery import Journal
 from gradsync.engine.synchronizer import GradSync
 from gradsync.transport.lane import Lane
 from gradsync.transport.page import Phase
+
+_HELD_US = 5_000_000  # much longer than the guard's dead_after
 
 POINTS = (
     "before_forward",
@@ -45,7 +48,7 @@ class Fault(NamedTuple):
 
     rank: int
     point: str
-    act: str  # kill, stop, interrupt, raise, stall
+    act: str  # kill, stop, interrupt, raise, stall, hold (keep the interpreter), pause (until the test says go)
     step: int = 2
     bucket: int = 1
     last: int = -1  # the rank that goes on in this step only when every other process has ended
@@ -92,6 +95,12 @@ class Injector:
             raise Injected("injected")
         if self.fault.act == "stall":
             self.stall()
+        if self.fault.act == "hold":
+            ctypes.PyDLL(None).usleep(_HELD_US)  # a C function that does not release the interpreter
+            return
+        if self.fault.act == "pause":
+            until(lambda: bool(self._journal.told("go")))
+            return
         os.kill(os.getpid(), _SIGNALS[self.fault.act])
 
     def stall(self) -> None:
@@ -119,7 +128,7 @@ class Injector:
         def strike_then_call(*args: Any) -> Any:
             if self.step == self.fault.step:
                 waiting = (self.fault.step, Phase.WAITING)
-                _until(lambda: liveness.sights()[self.fault.rank].state[1:3] == waiting)
+                until(lambda: liveness.sights()[self.fault.rank].state[1:3] == waiting)
                 pid = liveness.pid(self.fault.rank)
                 assert pid is not None
                 self._journal.write("act")
@@ -130,7 +139,7 @@ class Injector:
 
     def _be_last(self, sync: GradSync) -> None:
         if self.step == self.fault.step:
-            _until(lambda: all(sight.dead for sight in sync._lane.liveness.sights().values()))
+            until(lambda: all(sight.dead for sight in sync._lane.liveness.sights().values()))
 
 
 class SumInjector(Injector):
@@ -166,7 +175,7 @@ class SumInjector(Injector):
             before = flat[begins].item()
 
             def strike() -> None:
-                _until(lambda: flat[begins].item() != before, pause_s=0)
+                until(lambda: flat[begins].item() != before, pause_s=0)
                 self.reach("adding")
 
             threading.Thread(target=strike, daemon=True).start()
@@ -174,14 +183,14 @@ class SumInjector(Injector):
     def _strike(self, lane: Lane) -> None:
         self.step = -1  # once
         waiting = (self.fault.step, Phase.WAITING)
-        _until(lambda: lane.liveness.sights()[self.fault.rank].state[1:3] == waiting)
+        until(lambda: lane.liveness.sights()[self.fault.rank].state[1:3] == waiting)
         pid = lane.liveness.pid(self.fault.rank)
         assert pid is not None
         self._journal.write("act")
         os.kill(pid, _SIGNALS[self.fault.act])
 
 
-def _until(condition: Callable[[], bool], pause_s: float = 0.01) -> None:
+def until(condition: Callable[[], bool], pause_s: float = 0.01) -> None:
     deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline, "what the injector waits for did not happen"

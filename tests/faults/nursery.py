@@ -38,6 +38,10 @@ class Journal:
     def read(self) -> list[Event]:
         return [json.loads(line) for line in self._path.read_text().splitlines()] if self._path.exists() else []
 
+    def told(self, word: str) -> bool:
+        """Whether the test has left this word for the rank, with `Scene.tell`."""
+        return self._path.with_suffix(f".{word}").exists()
+
 
 class Scene:
     """The running ranks of one scene, seen from the test."""
@@ -78,6 +82,10 @@ class Scene:
 
     def kill(self, rank: int, sign: int = signal.SIGKILL) -> None:
         signal.pidfd_send_signal(self._pidfds[rank], sign)
+
+    def tell(self, rank: int, word: str) -> None:
+        """Leave a word for a rank that waits for it."""
+        (self._folder / f"rank-{rank}.{word}").touch()
 
     def end(self) -> list[int]:
         """Kill who is still there; each rank's exit code, negative for a signal."""

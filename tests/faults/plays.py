@@ -37,6 +37,7 @@ def train(
     fault: dict[str, Any],
     guard: dict[str, Any],
     remote: bool = False,
+    hosts: int = 0,
     tcp: bool = False,
     workers: int = 0,
     models: int = 1,
@@ -49,17 +50,18 @@ def train(
     """Train a few steps.
 
     `after` is what a rank does with an error before it exits: nothing, detach or destroy the groups; after an
-    error named `stall_after` it stays. The rank `poisoned` meets a NaN in the fault's step.
+    error named `stall_after` it stays. `remote`: every rank has a host of its own; `hosts`: one of so many. The rank
+    `poisoned` meets a NaN in the fault's step.
     """
     journal = Journal(folder / f"rank-{rank}.jsonl")
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever started pytest
     warnings.showwarning = lambda message, *_: journal.write("warned", text=str(message))  # type: ignore[assignment]
     warnings.simplefilter("always")
-    if remote:
-        declare_host(f"h{rank}")
+    if remote or hosts:
+        declare_host(f"h{rank % hosts if hosts else rank}")
     dist.init_process_group(
-        "gloo", store=_store(folder, rank, ranks, tcp), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+        "gloo", store=make_store(folder, rank, ranks, tcp), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )
     injector = Injector(Fault(**fault), rank, journal)
     trainers = [_Trainer(guard, compress) for _ in range(models)]
@@ -190,7 +192,7 @@ def _batches(rank: int, workers: int, journal: Journal) -> Any:
         yield inputs
 
 
-def _store(folder: Path, rank: int, ranks: int, tcp: bool) -> Store:
+def make_store(folder: Path, rank: int, ranks: int, tcp: bool) -> Store:
     if not tcp:
         return FileStore(str(folder / "store"), ranks)
     # The port is the kernel's choice, told to the others through a file.
@@ -209,7 +211,11 @@ def run_out(rank: int, ranks: int, folder: Path, batches: list[int], how: str, r
     if remote:
         declare_host(f"h{rank}")
     dist.init_process_group(
-        "gloo", store=_store(folder, rank, ranks, remote), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+        "gloo",
+        store=make_store(folder, rank, ranks, remote),
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=60),
     )
     model = torch.nn.Linear(3, 3)
     sync = gs.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))

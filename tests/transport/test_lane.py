@@ -12,6 +12,7 @@ import torch
 
 from gradsync.errors import PeerFault, PeerLost, SyncTimeout
 from gradsync.policy import Guard
+from gradsync.transport import ending
 from gradsync.transport import lane as module
 from gradsync.transport.groups import Groups
 from gradsync.transport.lane import Lane, Ticket
@@ -49,6 +50,7 @@ class Peers:
     """A liveness that shows what the test says, look by look; the last sight stays."""
 
     hosts = ((0,), (1,), (2,))
+    absent = ()
 
     def __init__(self) -> None:
         self.state = INITIAL
@@ -98,7 +100,7 @@ def lane(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> Lane:
 
 
 def make(peers: Peers, timeout: float, warn_after: float = 30) -> Lane:
-    lane = Lane(Groups(0, 3, RANKS, None, {}, set()), peers, Guard(warn_after=warn_after), timeout)  # type: ignore[arg-type]
+    lane = Lane(Groups(0, 3, RANKS), peers, Guard(warn_after=warn_after), timeout)  # type: ignore[arg-type]
     lane.step = STEP
     lane.describe = lambda bucket: f"bucket {bucket} (weight {bucket})"
     return lane
@@ -259,7 +261,7 @@ def test_cut_wires_end_and_listening_sockets_stay(listener: socket.socket) -> No
 def test_what_is_under_way_is_ended_with_the_lane(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
     lane = make(peers, timeout=30)
     work, ticket = launch(lane)
-    monkeypatch.setattr(module, "cut", lambda wires: work.fail())
+    monkeypatch.setattr(ending, "cut", lambda wires: work.fail())
     del lane
     assert ticket.landed(0)
     assert not ticket.succeeded

@@ -19,12 +19,11 @@ from gradsync.transport.groups import Groups, make_groups
 from gradsync.transport.hosts import declare_host
 from gradsync.transport.liveness import Liveness
 from gradsync.transport.mailbox import Mailbox, RemotePeer
-from gradsync.transport.meeting import Meeting
 from gradsync.transport.page import INITIAL, Page, Phase, State, encode
 from gradsync.transport.peers import LocalPeer
 
 GUARD = Guard(dead_after=2.0)
-SOLO = Groups(0, 2, (0, 1), None, {}, set())  # type: ignore[arg-type]  # nobody communicates here
+SOLO = Groups(0, 2, (0, 1))  # nobody communicates here
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -34,10 +33,11 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def alone(monkeypatch: pytest.MonkeyPatch, peers: dict[int, Any]) -> Liveness:
+def alone(peers: dict[int, Any]) -> Liveness:
     """A Liveness that met `peers`."""
-    monkeypatch.setattr(module, "meet", lambda *_: Meeting(peers, None, ((0, 1),)))
-    return Liveness(SOLO, GUARD)
+    own = Liveness(SOLO, GUARD)
+    own._meeting.peers, own._meeting.hosts = peers, ((0, 1),)
+    return own
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_silence_lasts_until_the_next_beat(theirs: Page) -> None:
 
 def test_a_rank_that_stood_still_itself_blames_nobody(monkeypatch: pytest.MonkeyPatch, theirs: Page) -> None:
     peer = local(theirs)
-    own = alone(monkeypatch, {1: peer})
+    own = alone({1: peer})
     until(lambda: own.state.beat > 0)
     own._stop.set()
     own._thread.join()
@@ -87,7 +87,7 @@ def test_a_rank_that_stood_still_itself_blames_nobody(monkeypatch: pytest.Monkey
 
 
 def test_a_remote_peer_is_silent_only_as_far_as_the_store_was_read(tmp_path: Path) -> None:
-    mailbox = Mailbox(FileStore(str(tmp_path / "store"), 1), "x", 0, [1], lambda: INITIAL)
+    mailbox = Mailbox(FileStore(str(tmp_path / "store"), 1), 0, [1], lambda: INITIAL)
     peer = RemotePeer(mailbox, 1)
     mailbox.rounds = 1
     peer.listen(0.5)
@@ -105,7 +105,7 @@ def test_a_remote_peer_is_silent_only_as_far_as_the_store_was_read(tmp_path: Pat
 
 
 def test_a_store_that_does_not_answer_is_mute_only_while_somebody_asks(tmp_path: Path) -> None:
-    mailbox = Mailbox(FileStore(str(tmp_path / "store"), 1), "x", 0, [1], lambda: INITIAL)
+    mailbox = Mailbox(FileStore(str(tmp_path / "store"), 1), 0, [1], lambda: INITIAL)
     mailbox.close()  # its thread is out of the way: nobody reads the store
     mailbox.listen(9.0)
     assert mailbox.mute_s == 0
@@ -126,7 +126,7 @@ def test_a_hostile_value_in_the_store_changes_nothing(tmp_path: Path, value: byt
     store = FileStore(str(tmp_path / "store"), 1)
     theirs = PrefixStore("meeting", store)
     theirs.set("1", value)  # type: ignore[arg-type]
-    mailbox = Mailbox(store, "meeting", 0, [1], lambda: INITIAL)
+    mailbox = Mailbox(PrefixStore("meeting", store), 0, [1], lambda: INITIAL)
     mailbox.watch(True)
     until(lambda: mailbox.rounds > 0)
     assert mailbox.states == {1: INITIAL}
@@ -140,7 +140,7 @@ def test_a_hostile_value_in_the_store_changes_nothing(tmp_path: Path, value: byt
 def test_the_last_word_reaches_the_store_before_the_mailbox_closes(tmp_path: Path) -> None:
     store = FileStore(str(tmp_path / "store"), 1)
     said = [INITIAL]
-    mailbox = Mailbox(store, "meeting", 0, [], lambda: said[0])
+    mailbox = Mailbox(PrefixStore("meeting", store), 0, [], lambda: said[0])
     said[0] = State(1, 2, Phase.LEFT, -1, ())
     mailbox.close()
     assert PrefixStore("meeting", store).get("0") == encode(said[0])
@@ -149,9 +149,9 @@ def test_the_last_word_reaches_the_store_before_the_mailbox_closes(tmp_path: Pat
 # --- the end ---
 
 
-def test_closing_says_so_and_leaves_no_thread_and_no_descriptor(monkeypatch: pytest.MonkeyPatch, theirs: Page) -> None:
+def test_closing_says_so_and_leaves_no_thread_and_no_descriptor(theirs: Page) -> None:
     threads, descriptors = threading.active_count(), os.listdir("/proc/self/fd")
-    own = alone(monkeypatch, {1: local(theirs)})
+    own = alone({1: local(theirs)})
     seen = Page.open(os.getpid(), own._page.fd, own._page.nonce)
     assert seen is not None
     own.at(3, Phase.BACKWARD, 1)
@@ -166,8 +166,8 @@ def test_closing_says_so_and_leaves_no_thread_and_no_descriptor(monkeypatch: pyt
     assert own.sights() == {}
 
 
-def test_who_gave_up_is_read_as_that_after_it_closed(monkeypatch: pytest.MonkeyPatch, theirs: Page) -> None:
-    own = alone(monkeypatch, {1: local(theirs)})
+def test_who_gave_up_is_read_as_that_after_it_closed(theirs: Page) -> None:
+    own = alone({1: local(theirs)})
     seen = Page.open(os.getpid(), own._page.fd, own._page.nonce)
     assert seen is not None
     own.at(3, Phase.LOST_PEER, culprits=(1,))
@@ -177,7 +177,7 @@ def test_who_gave_up_is_read_as_that_after_it_closed(monkeypatch: pytest.MonkeyP
 
 
 def test_a_forked_child_does_not_speak_for_its_parent(monkeypatch: pytest.MonkeyPatch, theirs: Page) -> None:
-    own = alone(monkeypatch, {1: local(theirs)})
+    own = alone({1: local(theirs)})
     with monkeypatch.context() as patch:
         patch.setattr(module.os, "getpid", lambda: -1)
         own.close()
@@ -200,8 +200,9 @@ def _meet(sight: str) -> tuple[list[tuple[str, int]], list[str]]:
         LocalPeer.find = lambda *_: None  # type: ignore[method-assign,assignment]
     assert dist.group.WORLD is not None
     try:
-        groups = make_groups(dist.group.WORLD, 30, 30)
+        groups = make_groups(dist.group.WORLD)
         own = Liveness(groups, GUARD)
+        groups.connect(lambda attempt: own.meet(attempt, 30), "the meeting")
         own.watch(True)
         own.at(10 + rank, Phase.BACKWARD)
         until(lambda: all(sight.state.step == 10 + peer for peer, sight in own.sights().items()))

@@ -19,9 +19,8 @@ from gradsync.integrations.ddp import ignored_by
 from gradsync.integrations.observer import Observer
 from gradsync.integrations.roll_call import absent
 from gradsync.policy import Guard
-from gradsync.transport.groups import group_timeout, make_groups
-from gradsync.transport.lane import NET_S, Lane
-from gradsync.transport.liveness import Liveness
+from gradsync.transport.groups import group_timeout
+from gradsync.transport.lane import open_lane
 from gradsync.transport.wires import connections
 
 _OBSERVED = "observed already; call close() on its observer"
@@ -84,7 +83,8 @@ def together(
     if missing := absent(parent, what, patience_s):
         raise NotTogether(missing, patience_s)
     wires = connections()  # DDP's among them; what others have carries little
-    lane = _open_lane(ddp, guard)
+    limit = guard.timeout if guard.timeout is not None else group_timeout(parent)
+    lane = open_lane(parent, guard, min(limit, _MOST_S))  # its connections are more patient, as DDP's own are
     if len(lane.hosts) == 1:
         lane.open_team(HEAD_NBYTES + len(entries))  # for headers: to wake gloo's threads for them takes a millisecond
     everywhere, run_id = accord(lane, folder)
@@ -130,11 +130,3 @@ def _entries_of(ddp: DistributedDataParallel) -> list[Entry]:
     if not entries:
         raise ValueError("there is nothing to observe: this DistributedDataParallel averages no parameter")
     return entries
-
-
-def _open_lane(ddp: DistributedDataParallel, guard: Guard) -> Lane:
-    """Its connections are as patient as DDP's own, for a header may travel as long as a sum; its waits are not."""
-    parent = ddp.process_group
-    limit = guard.timeout if guard.timeout is not None else group_timeout(parent)
-    groups = make_groups(parent, min(limit, _MOST_S), limit + NET_S)
-    return Lane(groups, Liveness(groups, guard), guard, min(limit, _MOST_S))

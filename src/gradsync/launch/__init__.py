@@ -16,12 +16,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-# torch.distributed has these names too, but only this module declares them to type checkers.
-from torch._C._distributed_c10d import HashStore, Store
+# torch.distributed has this name too, but only this module declares it to type checkers.
+from torch._C._distributed_c10d import HashStore
 
 from gradsync.errors import LaunchError, place
 from gradsync.launch.backend import backends_by_device, check_backend, default_backend, use_device
 from gradsync.launch.environment import Task, read_task
+from gradsync.launch.forming import form_group
 from gradsync.launch.interface import (
     Endpoint,
     endpoint_towards,
@@ -110,7 +111,8 @@ def _start_alone(backend: str | None, limit: timedelta) -> None:
     if _IFNAME not in os.environ and (here := loopback_endpoint()) is not None:
         _use(here)
     gpu = "alone" if torch.cuda.is_available() else None
-    _make_group(backend or default_backend([gpu])[0], HashStore(), 0, 1, limit)
+    backend = backend or default_backend([gpu])[0]
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=limit)
 
 
 def _start_together(task: Task, backend: str | None, limit: timedelta) -> None:
@@ -135,7 +137,7 @@ def _start_together(task: Task, backend: str | None, limit: timedelta) -> None:
     line = announcement(task.rank, peers, seats, backend or fallback)
     if line is not None:
         _say(line)
-    _make_group(backend or fallback, rendezvous.store, task.rank, task.world_size, limit)
+    form_group(backend or fallback, rendezvous, task, limit)
 
 
 def _take_seat(task: Task, peers: list[Peer]) -> Seat:
@@ -175,14 +177,3 @@ def _use(endpoint: Endpoint) -> None:
     """By the environment, which is gloo's only switch; groups made later follow it too."""
     if endpoint.interface is not None:
         os.environ[_IFNAME] = endpoint.interface
-
-
-def _make_group(backend: str, store: Store, rank: int, world_size: int, limit: timedelta) -> None:
-    try:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
-    except RuntimeError as error:
-        reason = str(error).split("\n")[0]
-        raise LaunchError(
-            f"{place(rank, world_size)} the ranks met, but their {backend} group did not form ({reason}): "
-            "see whether a rank ended, and whether a firewall closes the ports above 1024 between the hosts"
-        ) from error

@@ -18,6 +18,7 @@ The group is then made under c0 as well, so gloo finds no dead rank's address ei
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import socket
 import threading
@@ -34,6 +35,10 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from gradsync.errors import LaunchError, listed, place
 from gradsync.launch.environment import Task
 from gradsync.launch.interface import is_loopback
+from gradsync.transport.clock import Awake
+from gradsync.transport.hosts import kernel_identity
+from gradsync.transport.processes import is_gone
+from gradsync.transport.wires import connections, cut
 
 T = TypeVar("T")
 Record = dict[str, Any]
@@ -52,7 +57,9 @@ class Rendezvous:
         """Connect, and wait until every rank is there; `store` is then free of any earlier life."""
         self._task = task
         self._timeout = timeout
-        self._deadline = time.monotonic() + timeout.total_seconds()
+        self._clock = Awake(timeout.total_seconds())
+        self._wires: frozenset[tuple[int, str]] = frozenset()
+        self._pids: dict[int, int] = {}  # of the ranks of this host; known when all have met
         self.store = self._bounded(self._join)
 
     def exchange(self, tag: str, record: Record) -> list[Record]:
@@ -64,13 +71,17 @@ class Rendezvous:
         if self._task.rank == 0:
             self._bounded(lambda: self._await_seen(self.store, tag))
 
+    def hang_up(self) -> None:
+        """End this rank's connections to the store: who waits in it, in C, learns that all is over."""
+        cut(self._wires)
+
     def _join(self) -> Store:
         while True:
             try:
                 return self._meet(PrefixStore(f"gradsync/{self._task.job}", self._open()))
             except dist.DistError:
                 # The store that rank 0 kept for an earlier group ended under us; its next one will come.
-                if self._task.rank == 0 or time.monotonic() >= self._deadline:
+                if self._task.rank == 0 or self._clock.over():
                     raise
 
     def _open(self) -> Store:
@@ -78,7 +89,8 @@ class Rendezvous:
         hosting = task.rank == 0 and not task.agent_store
         if not hosting:
             self._await_listener()
-        return TCPStore(
+        before = connections()
+        store = TCPStore(
             task.address,
             task.port,
             task.world_size,
@@ -88,12 +100,14 @@ class Rendezvous:
             multi_tenant=hosting,
             master_listen_fd=_loopback_listener(task) if hosting else None,
         )
+        self._wires = connections() - before
+        return store
 
     def _await_listener(self) -> None:
         """Until somebody listens. TCPStore can wait too, but for twice its timeout and with a stack dump."""
         task, pause = self._task, _FIRST_POLL_S
         while True:
-            left = self._deadline - time.monotonic()
+            left = self._clock.left()
             try:
                 socket.create_connection((task.address, task.port), timeout=max(0.1, min(5.0, left))).close()
                 return
@@ -111,30 +125,39 @@ class Rendezvous:
 
     def _meet(self, store: Store) -> Store:
         """See Note [Fresh keys]."""
-        nonce = secrets.token_hex(8)
+        nonce, kernel = secrets.token_hex(8), kernel_identity()
+        mine = [nonce, kernel, os.getpid()]
         if self._task.rank == 0:
             store.set("challenge", nonce)
             fresh = PrefixStore(nonce, store)
-            self._collect(fresh, "meet", nonce)
+            self._know(self._collect(fresh, "meet", mine), kernel)
             return fresh
         challenge, pause = b"", _FIRST_POLL_S
         fresh = PrefixStore("", store)
-        while time.monotonic() < self._deadline + _GRACE_S:
+        while self._clock.left() + _GRACE_S > 0:
             if store.check(["challenge"]) and (current := store.get("challenge")) != challenge:
                 challenge, fresh = current, PrefixStore(current.decode(), store)
-                fresh.set(_key("meet", self._task.rank), json.dumps(nonce))
-            if challenge and fresh.check(["meet/all"]) and self._read(fresh, "meet", own=nonce) is not None:
+                fresh.set(_key("meet", self._task.rank), json.dumps(mine))
+            if challenge and fresh.check(["meet/all"]) and (all_ := self._read(fresh, "meet", own=mine)) is not None:
+                self._know(all_, kernel)
                 return fresh
             time.sleep(pause)
             pause = min(2 * pause, _LAST_POLL_S)
         raise self._absent((challenge and self._missing(fresh, "meet")) or [0])
 
+    def _know(self, records: list[list[Any]], kernel: str) -> None:
+        """Whose end can be seen here: their numbers mean the same processes."""
+        self._pids = {rank: pid for rank, (_, theirs, pid) in enumerate(records) if theirs == kernel}
+
+    def _gone(self) -> list[int]:
+        return [rank for rank, pid in self._pids.items() if is_gone(pid)]
+
     def _exchange(self, tag: str, record: Record) -> list[Record]:
         if self._task.rank == 0:
             return self._collect(self.store, tag, record)
         self.store.set(_key(tag, self._task.rank), json.dumps(record))
-        if not self._await_keys(self.store, [f"{tag}/all"], self._deadline + _GRACE_S):
-            raise self._absent(self._missing(self.store, tag) or [0])
+        if not self._await_keys(self.store, [f"{tag}/all"], _GRACE_S):
+            raise self._absent(self._gone() or self._missing(self.store, tag) or [0])
         records = self._read(self.store, tag)
         assert records is not None
         return records
@@ -142,8 +165,8 @@ class Rendezvous:
     def _collect(self, store: Store, tag: str, record: Any) -> list[Any]:
         """Rank 0's part: gather and publish the records, or who did not come."""
         others = range(1, self._task.world_size)
-        complete = self._await_keys(store, [_key(tag, rank) for rank in others], self._deadline)
-        absent = [] if complete else self._missing(store, tag)
+        complete = self._await_keys(store, [_key(tag, rank) for rank in others])
+        absent = [] if complete else self._gone() or self._missing(store, tag)
         present = [rank for rank in others if rank not in absent]
         texts = store.multi_get([_key(tag, rank) for rank in present])
         found = {0: record} | {rank: json.loads(text) for rank, text in zip(present, texts, strict=True)}
@@ -172,12 +195,13 @@ class Rendezvous:
     def _await_seen(self, store: Store, tag: str, absent: list[int] | None = None) -> None:
         ranks = set(range(1, self._task.world_size)) - set(absent or ())
         keys = [f"{tag}/seen/{rank}" for rank in sorted(ranks)]
-        self._await_keys(store, keys, time.monotonic() + _FAREWELL_S)
+        self._await_keys(store, keys, _FAREWELL_S - self._clock.left())
 
-    def _await_keys(self, store: Store, keys: list[str], deadline: float) -> bool:
+    def _await_keys(self, store: Store, keys: list[str], more_s: float = 0.0) -> bool:
+        """Whether they came within our bound, and so much more; False too when a rank of this host has ended."""
         pause = _FIRST_POLL_S
         while not store.check(keys):
-            if time.monotonic() >= deadline:
+            if self._clock.left() + more_s <= 0 or self._gone():
                 return False
             time.sleep(pause)
             pause = min(2 * pause, _LAST_POLL_S)
@@ -197,7 +221,10 @@ class Rendezvous:
 
         thread = threading.Thread(target=run, name="gradsync-launch", daemon=True)
         thread.start()
-        thread.join(max(0.0, self._deadline - time.monotonic()) + 2 * _FAREWELL_S)
+        bound = Awake(max(0.0, self._clock.left()) + 2 * _FAREWELL_S)
+        while thread.is_alive() and not bound.over():
+            self._clock.look()  # the thread may be in a call of several seconds
+            thread.join(_LAST_POLL_S)
         where = f"{self._task.address}:{self._task.port}"
         if thread.is_alive():
             raise self._error(f"the store at {where} stopped answering: see whether rank 0's process is stopped")
@@ -211,6 +238,8 @@ class Rendezvous:
 
     def _absent(self, ranks: list[int]) -> LaunchError:
         task = self._task
+        if gone := [rank for rank in ranks if rank in self._gone()]:
+            return self._error(f"{listed(gone)} ended while the ranks met: see its own output for why")
         return self._error(
             f"{task.launcher} announced {task.world_size} tasks, but {listed(ranks)} did not come to "
             f"{task.address}:{task.port} within {self._timeout.total_seconds():g} s: see whether "

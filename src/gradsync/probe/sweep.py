@@ -81,7 +81,7 @@ class Wires:
     def _reduce(self, flat: torch.Tensor) -> float:
         assert self._channel is not None
         begun = time.perf_counter()
-        self._channel.sum(flat).wait()  # its own timeout bounds it; whoever waits for this thread gives up before
+        self._channel.sum(flat).wait()  # whoever waits for this thread gives up, and the lane's end ends this
         self._crew.settle()
         return time.perf_counter() - begun
 

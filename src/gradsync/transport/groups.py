@@ -15,16 +15,20 @@ Note [Groups outlive the interpreter]
     while the others wait for it. So each backend carries one reference that is given back only by
     `Groups.close()`, after everything under way has ended; without it the process just exits. What is
     still under way then is ended by cutting our own connections: see `wires`.
+
+Note [Gloo's own time-out]
+    It counts the time that passed, in C: after a job was stopped as a whole for longer, gloo gives up on waking, and
+    its connections with it. So ours never expires, and every wait is bounded by `Lane.wait`, in time awake.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,20 +43,34 @@ from torch._C._distributed_c10d import (
     Work,
 )
 
-from gradsync.errors import SyncTimeout, listed, place
+from gradsync.transport.connecting import Attempt, PolledStore
 from gradsync.transport.wires import connections
 
 MESSAGES, HOUSE, BRIDGE = "messages", "house", "bridge"
-_POLL_S = 0.01
+_NEVER = timedelta(seconds=1e7)  # more overflows its clock; see [Gloo's own time-out]
+
+T = TypeVar("T")
+
+
+class Connect(Protocol):
+    """Runs `make(attempt)` in a thread and waits for it; `what` is how an error names it."""
+
+    def __call__(self, make: Callable[[Attempt[T]], T], what: str) -> T: ...
 
 
 class Channel:
     """One backend among the members of a group: the collectives and messages we need, each started at once."""
 
-    def __init__(self, backend: Any, on_host: bool) -> None:
+    def __init__(self, backend: Any, on_host: bool, keeps: object = None) -> None:
         self._backend = backend
+        self._keeps = keeps  # what the backend needs as long as it lives
         self.on_host = on_host  # waiting blocks the host (gloo), or a stream (nccl)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
+
+    @property
+    def backend(self) -> Any:
+        """torch's own object."""
+        return self._backend
 
     def sum(self, tensor: torch.Tensor) -> Work:
         """Add up `tensor` over the ranks, in place."""
@@ -111,7 +129,8 @@ class Channel:
         self._backend = None
 
 
-class Groups(NamedTuple):
+@dataclass
+class Groups:
     """One gloo channel for control, one channel per device type for data, and who we are in them.
 
     Among the data channels `MESSAGES` is one for sends and receives alone: the lane's thread uses it, while
@@ -122,18 +141,32 @@ class Groups(NamedTuple):
     rank: int  # index in the group
     size: int
     ranks: tuple[int, ...]  # the members' global ranks, by index
-    control: Channel
-    data: dict[str, Channel]
-    wires: set[tuple[int, str]]  # their connections
-    store: Store | None = None  # where ranks of other hosts leave word; None: the default group's
+    first: Channel | None = None  # for control; made after the ranks have met
+    data: dict[str, Channel] = field(default_factory=dict)
+    wires: set[tuple[int, str]] = field(default_factory=set)  # their connections
+    store: Store | None = None  # where the ranks meet; None: the default group's
+    connect: Connect = field(default_factory=lambda: _connect_alone)  # bounded by whoever looks after the peers
+
+    @property
+    def control(self) -> Channel:
+        assert self.first is not None, "the ranks have not met"
+        return self.first
+
+    def add_control(self) -> None:
+        """Make the channel for control; every member must call this."""
+        [self.first] = self._add(lambda store: [_Wanted(store, "control", "gloo", self.rank, self.size)], 0.0)
 
     def add_data(self, parent: dist.ProcessGroup, device_types: list[str], timeout: float) -> None:
-        """Make the channels for tensors of these kinds; every member must call this with the same ones."""
+        """Make the channels for tensors of these kinds; every member must call this with the same ones.
+
+        `timeout` in seconds is nccl's own; gloo's never expires.
+        """
         backends = {kind: _backend_for(parent, kind) for kind in device_types}
-        before, store = connections(), _fresh_prefix(list(self.ranks))
-        for kind, backend in backends.items():
-            self.data[kind] = _make(store, kind, backend, self.rank, self.size, timeout)
-        self.wires.update(connections() - before)
+        if backends:
+            channels = self._add(
+                lambda store: [_Wanted(store, *item, self.rank, self.size) for item in backends.items()], timeout
+            )
+            self.data.update(zip(backends, channels, strict=True))
 
     def add_part(
         self, parent: dist.ProcessGroup, name: str, members: list[int], device_type: str, timeout: float
@@ -143,71 +176,98 @@ class Groups(NamedTuple):
         Parts of one name do not overlap. Who brings an empty one only keeps count.
         """
         backend = _backend_for(parent, device_type)
-        before, store = connections(), _fresh_prefix(list(self.ranks))
-        if members:
+
+        def wanted(store: Store) -> list[_Wanted]:
+            if not members:
+                return []
             part = PrefixStore(f"part-{members[0]}", store)
-            self.data[name] = _make(part, name, backend, members.index(self.rank), len(members), timeout)
-        self.wires.update(connections() - before)
+            return [_Wanted(part, name, backend, members.index(self.rank), len(members))]
+
+        for channel in self._add(wanted, timeout):
+            self.data[name] = channel
 
     def close(self) -> None:
-        for channel in (self.control, *self.data.values()):
-            channel.close()
+        for channel in (self.first, *self.data.values()):
+            if channel is not None:
+                channel.close()
+
+    def meeting_place(self) -> Store:
+        """The store in which the ranks meet."""
+        return self.store or dist.distributed_c10d._get_default_store()
+
+    def _add(self, wanted: Callable[[Store], list[_Wanted]], timeout: float) -> list[Channel]:
+        """The channels, made by a thread: see `connecting`."""
+        before = connections()
+
+        def make(attempt: Attempt[list[Channel]]) -> list[Channel]:
+            store = fresh_prefix(self.meeting_place(), self.ranks, self.ranks[self.rank])
+            return [_make(each, attempt, timeout) for each in wanted(store)]
+
+        channels = self.connect(make, "the making of connections")
+        self.wires.update(connections() - before)
+        return channels
 
 
-def make_groups(parent: dist.ProcessGroup, patience: float, timeout: float) -> Groups:
+class _Wanted(NamedTuple):
+    """A backend that is to be made."""
+
+    store: Store
+    name: str
+    backend: str
+    rank: int
+    size: int
+
+
+def make_groups(parent: dist.ProcessGroup) -> Groups:
     """A control channel among the members of `parent`; every member must call this, others must not.
 
-    For `patience` seconds the others may take to come; `timeout` is the backends' own.
+    Nobody looks after the peers: where one may be missing, `lane.open_lane` does.
     """
-    ranks = dist.get_process_group_ranks(parent)
-    rank, size = dist.get_rank(parent), len(ranks)
-    store = _fresh_prefix(ranks)
-    try:
-        _gather_in(store, ranks, patience)
-    except BaseException:
-        _give_prefix_back(ranks)  # the others did not count this attempt
-        raise
-    before = connections()
-    control = _make(store, "control", "gloo", rank, size, timeout)
-    return Groups(rank, size, tuple(ranks), control, {}, set(connections() - before))
+    groups = group_of(parent)
+    groups.add_control()
+    return groups
 
 
-def _make(store: Store, name: str, backend: str, rank: int, size: int, timeout: float) -> Channel:
-    prefix, limit = PrefixStore(name, store), timedelta(seconds=timeout)
+def group_of(parent: dist.ProcessGroup) -> Groups:
+    """Who is in it, before any channel is made."""
+    ranks = tuple(dist.get_process_group_ranks(parent))
+    return Groups(dist.get_rank(parent), len(ranks), ranks)
+
+
+def _connect_alone(make: Callable[[Attempt[Any]], Any], what: str) -> Any:
+    attempt = Attempt(make, what)
+    attempt.start()
+    attempt.settle()
+    return attempt.result()
+
+
+def _make(wanted: _Wanted, attempt: Attempt[Any], timeout: float) -> Channel:
+    store, name, backend, rank, size = wanted
     if backend == "gloo":
-        return Channel(ProcessGroupGloo(prefix, rank, size, limit), on_host=True)
-    return Channel(_nccl(prefix, rank, size, limit), on_host=False)
+        return make_gloo(PrefixStore(name, store), rank, size, _NEVER, attempt)
+    return Channel(_nccl(PrefixStore(name, store), rank, size, timedelta(seconds=timeout)), on_host=False)
 
 
-def _fresh_prefix(ranks: list[int]) -> Store:
+def make_gloo(store: Store, rank: int, size: int, limit: timedelta, attempt: Attempt[Any]) -> Channel:
+    """A gloo group, in the thread of an attempt."""
+    polled = PolledStore(store, attempt)
+    with attempt.constructing(size):
+        return Channel(ProcessGroupGloo(polled, rank, size, limit), on_host=True, keeps=polled)
+
+
+def fresh_prefix(store: Store, ranks: Sequence[int], rank: int) -> Store:
     """A part of the store that no group has used; see [Names]."""
-    store = dist.distributed_c10d._get_default_store()
-    count = store.add(f"{_home(ranks)}/{dist.get_rank()}", 1)
+    count = store.add(f"{_home(ranks)}/{rank}", 1)
     return PrefixStore(f"{_home(ranks)}/made-{count}", store)
 
 
-def _give_prefix_back(ranks: list[int]) -> None:
-    dist.distributed_c10d._get_default_store().add(f"{_home(ranks)}/{dist.get_rank()}", -1)
+def give_prefix_back(store: Store, ranks: Sequence[int], rank: int) -> None:
+    """The others did not count this attempt."""
+    store.add(f"{_home(ranks)}/{rank}", -1)
 
 
-def _home(ranks: list[int]) -> str:
-    return f"gradsync/groups/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
-
-
-def _gather_in(store: Store, ranks: list[int], patience: float) -> None:
-    """Wait until all are here. A backend that connects waits too, but unheard by Ctrl-C, and names nobody."""
-    store.set(f"here-{dist.get_rank()}", "1")
-    deadline = time.monotonic() + patience
-    missing = [rank for rank in ranks if rank != dist.get_rank()]
-    while missing := [rank for rank in missing if not store.check([f"here-{rank}"])]:
-        if time.monotonic() >= deadline:
-            where = place(dist.get_rank(), dist.get_world_size())
-            raise SyncTimeout(
-                f"{where} waited {patience:g} s in attach, but {listed(missing)} did not come; every rank of the group "
-                "must call it, equally often and in the same order",
-                missing,
-            )
-        time.sleep(_POLL_S)
+def _home(ranks: Sequence[int]) -> str:
+    return f"gradsync/groups/{hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]}"
 
 
 def _nccl(store: Store, rank: int, size: int, limit: timedelta) -> Any:

@@ -21,8 +21,11 @@ def host_identity() -> str:
     Containers count as hosts of their own, and so do network namespaces: what is meant to go over a slow link
     does not take a short cut through memory. Whether they do share one shows when they open each other's memory.
     """
-    if _declared is not None:
-        return f"declared:{_declared}"
+    return kernel_identity() if _declared is None else f"declared:{_declared}"
+
+
+def kernel_identity() -> str:
+    """The same, but only as the kernel tells: in two such processes a number means the same process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net")]

@@ -21,13 +21,12 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,24 +35,37 @@ from gradsync.errors import JOIN, NotEnoughMemory, PeerLost, SyncTimeout, listed
 from gradsync.kernels.library import MAX_RANKS, load
 from gradsync.links import Hosts
 from gradsync.policy import Guard
+from gradsync.transport.clock import Awake
+from gradsync.transport.connecting import Attempt
 from gradsync.transport.courier import Courier
-from gradsync.transport.groups import Groups, make_groups
+from gradsync.transport.ending import abandon
+from gradsync.transport.groups import Groups, group_of
 from gradsync.transport.liveness import Liveness
 from gradsync.transport.page import Phase
 from gradsync.transport.team import Team
 from gradsync.transport.tickets import Collective, Errand, Notice, Ticket
 from gradsync.transport.verdict import Sights, account, blame, is_lost, late, lost, stopped, way_out
-from gradsync.transport.wires import cut
 
-NET_S = 30.0  # our own bound expires first: the groups' is only the net below it
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+NET_S = 30.0  # our own bound expires first: nccl's is only the net below it
 _SLICE_S = 0.1
+_STORE_S = 5.0  # how much longer we wait for the store: a meeting has its own bound, and names who did not come
 _GRACE_S = 1.0  # for our data to arrive after a peer gave up or left: it may have sent all of it before
 
 
 def open_lane(parent: dist.ProcessGroup, guard: Guard, timeout: float) -> Lane:
     """A lane among the members of `parent`, with the channel for control; every member calls this at once."""
-    groups = make_groups(parent, timeout, timeout + NET_S)
-    return Lane(groups, Liveness(groups, guard), guard, timeout)
+    groups = group_of(parent)
+    lane = Lane(groups, Liveness(groups, guard), guard, timeout)
+    lane.meet()
+    try:
+        groups.add_control()
+    except BaseException:
+        lane.close(together=False)
+        raise
+    return lane
 
 
 class Lane:
@@ -78,15 +90,41 @@ class Lane:
         self.describe: Callable[[int], str] = lambda bucket: f"bucket {bucket}"
         self.noticed: Callable[[str, list[int]], None] = _ignore  # told of every long wait, and for whom
         self.stuck_bucket: int | None = None  # what was under way when this rank gave up
+        ours = weakref.WeakMethod(self.connect)  # the groups must not keep the lane
+        groups.connect = lambda make, what: _held(ours)(make, what)
         # At exit: a collective that fails after the interpreter is gone would crash the process.
         self._end = weakref.finalize(
-            self, _abandon, self._under_way, groups, self._house, self._couriers, liveness, os.getpid()
+            self, abandon, self._under_way, groups, self._house, self._couriers, liveness, os.getpid()
         )
 
     @property
     def warn_after(self) -> float:
         """Seconds of waiting after which somebody is told."""
         return self._guard.warn_after
+
+    # The beginning
+
+    def meet(self) -> None:
+        """Find the other ranks, by the store alone; every rank of the group calls this first."""
+        patience = self._timeout
+        try:
+            self.connect(lambda attempt: self.liveness.meet(attempt, patience), "attach", patience + _STORE_S)
+        except BaseException as error:
+            self.close(together=False)
+            if isinstance(error, SyncTimeout) and not error.ranks and self.liveness.absent:
+                raise self.liveness.unanswered(patience + _STORE_S) from error
+            raise
+
+    def connect(self, make: Callable[[Attempt[T]], T], what: str, timeout: float | None = None) -> T:
+        """What `make` makes in a thread, which meanwhile may wait for others: see `connecting`."""
+        attempt = Attempt(make, what)
+        try:
+            attempt.start()
+            self.wait(attempt, timeout)
+        except BaseException:
+            attempt.give_up()
+            raise
+        return attempt.result()
 
     # Who shares a host
 
@@ -126,14 +164,9 @@ class Lane:
             return
         mine = next(host for host in self.hosts if self.groups.rank in host)
         ours = weakref.WeakMethod(self.exchange)  # the team outlives the lane for a moment: it must not keep it
-
-        def exchange(row: bytes) -> list[bytes]:
-            found = ours()
-            assert found is not None, "a team exchanges on behalf of its lane"
-            return found(row)
-
+        pidfds = self.liveness.pidfds()
         try:
-            self._house.append(Team(exchange, mine, self.groups.rank, self.liveness.pidfds(), board_nbytes))
+            self._house.append(Team(lambda row: _held(ours)(row), mine, self.groups.rank, pidfds, board_nbytes))
         except NotEnoughMemory as error:
             self.lacks = str(error)
 
@@ -259,24 +292,22 @@ class Lane:
         before = self.liveness.state
         self.at(Phase.WAITING, ticket.bucket)
         self.liveness.watch(True)
-        start = time.monotonic()
-        stopped_at = None
-        warned = False
+        clock, stopped_at, warned = Awake(), None, False
         while not ticket.landed(_SLICE_S):
-            now = time.monotonic()
+            waited = clock.look()
             sights = self.liveness.sights()
             if culprits := lost(sights, self.step):
                 self._give_up(culprits, sights, ticket.what, ticket.bucket)
             if suspects := stopped(sights):
-                stopped_at = now if stopped_at is None else stopped_at
-                if now - stopped_at >= _GRACE_S:
+                stopped_at = waited if stopped_at is None else stopped_at
+                if waited - stopped_at >= _GRACE_S:
                     self._give_up(self._blamed(sights, suspects), sights, ticket.what, ticket.bucket)
-            if now - start >= timeout:
+            if waited >= timeout:
                 culprits = self._blamed(sights, late(sights, self.step))
-                self._give_up(culprits, sights, ticket.what, ticket.bucket, waited=now - start)
-            if not warned and now - start >= self._guard.warn_after:
+                self._give_up(culprits, sights, ticket.what, ticket.bucket, waited=waited)
+            if not warned and waited >= self._guard.warn_after:
                 warned = True
-                self._warn(now - start, sights, ticket)
+                self._warn(waited, sights, ticket)
         self.liveness.watch(False)
         if ticket.succeeded:  # otherwise the wait goes on, for the others' word
             self.liveness.at(self.step, before.phase, before.bucket, before.culprits)
@@ -289,6 +320,8 @@ class Lane:
         bucket, what = self._stuck(ticket.what, ticket.bucket)
         blamed = self._blamed(sights, late(sights, self.step))
         who = self._accounts(sights, blamed) or "every rank is here"
+        if absent := self.liveness.absent:
+            blamed, who = absent, f"{listed(self.global_ranks(absent))} did not come yet"
         text = f"{self.place(bucket)} has waited {waited:.0f} s for {what}: {who}"
         self.noticed(text, self.global_ranks(blamed))
         warnings.warn(text, stacklevel=4)
@@ -351,33 +384,13 @@ class Lane:
         return stuck, self.describe(stuck) if stuck >= 0 else what
 
 
-def _abandon(
-    under_way: deque[Ticket],
-    groups: Groups,
-    house: list[Team],
-    couriers: list[Courier],
-    liveness: Liveness,
-    pid: int,
-) -> None:
-    """End what is still under way."""
-    # A forked child has the same sockets, and ends without touching them.
-    if os.getpid() != pid:
-        return
-    liveness.orphan()
-    for team in house:
-        team.abort()
-    if not all(ticket.landed(0) for ticket in list(under_way)):
-        cut(groups.wires)
-        for ticket in list(under_way):
-            ticket.landed(_GRACE_S)
-    for courier in couriers:
-        courier.close(_GRACE_S)
-    # Only when nobody can be in it: its memory goes away.
-    for team in house:
-        team.close()
-
-
 def _ignore(_: str, __: list[int]) -> None: ...
+
+
+def _held(method: weakref.WeakMethod[F]) -> F:
+    found = method()
+    assert found is not None, "it works on behalf of its lane"
+    return found
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,7 +1,7 @@
 """Who is alive and who is silent; apart from the data, so it works when data is stuck.
 
 Every rank beats four times a second from a thread of its own, which needs the interpreter: a rank that is
-stopped, or whose interpreter is held, falls silent. Peers on the same host are seen through their page and
+stopped falls silent, and so does one whose interpreter is held. Peers on the same host are seen through their page and
 pidfd, others through the store.
 
     beat   ─┬──┬──┬──┬──✕            rank 2 is stopped
@@ -18,17 +18,22 @@ import os
 import sys
 import threading
 import time
+import weakref
 
+from gradsync.errors import SyncTimeout
+from gradsync.links import Hosts
 from gradsync.policy import Guard
+from gradsync.transport.clock import MOST_S
+from gradsync.transport.connecting import Attempt
 from gradsync.transport.groups import Groups
-from gradsync.transport.mailbox import RemotePeer
-from gradsync.transport.meeting import meet
+from gradsync.transport.mailbox import Mailbox, RemotePeer
+from gradsync.transport.meeting import Meeting
 from gradsync.transport.page import INITIAL, Page, Phase, State
-from gradsync.transport.peers import LocalPeer
+from gradsync.transport.peers import LocalPeer, Peer
 from gradsync.transport.verdict import Sight, blame, lost, stopped
 
 _TICK_S = 0.25
-_AWAKE_S = 4 * _TICK_S  # a tick that took longer counts as this much: then it was us who stood still
+_AWAKE_S = MOST_S  # a tick that took longer counts as this much: see [Time awake]
 _REPORT_S = 2.0  # after an error: how long to wait for the others' word before blaming somebody
 _QUIET_S = _REPORT_S / 2  # then, without better knowledge: who was silent for so long
 
@@ -46,17 +51,42 @@ class Liveness:
         self._closed = False
         self._closing = threading.Lock()
         self._orphaned = False
-        try:
-            self._peers, self._mailbox, self.hosts = meet(groups, self._page, lambda: self._state)
-        except BaseException:
-            self._page.close()
-            raise
+        self._curious = False
+        me = weakref.ref(self)  # with more, the two would keep each other, and the store, until a collection
+        self._meeting = Meeting(groups, self._page, lambda: _state_of(me()))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="gradsync-liveness", daemon=True)
-        if self._peers:
+        if groups.size > 1:
             self._thread.start()
         # A rank that just ends says so, and no thread is inside the store when the interpreter goes.
         atexit.register(self.close)
+
+    def meet(self, attempt: Attempt[None], patience: float) -> None:
+        """Find the others, who may take `patience` seconds to come; every rank calls this, in a thread beside."""
+        if self._groups.size > 1:
+            self._meeting.hold(attempt, patience)
+
+    @property
+    def hosts(self) -> Hosts:
+        """The ranks of each host, by index in the group; known when all have met."""
+        return self._meeting.hosts
+
+    @property
+    def absent(self) -> list[int]:
+        """Who has not come to the meeting yet."""
+        return self._meeting.absent
+
+    def unanswered(self, waited: float) -> SyncTimeout:
+        """The error if the meeting did not even end by its own bound."""
+        return self._meeting.unanswered(waited)
+
+    @property
+    def _peers(self) -> dict[int, Peer]:
+        return self._meeting.peers
+
+    @property
+    def _mailbox(self) -> Mailbox | None:
+        return self._meeting.mailbox
 
     # What this rank says
 
@@ -76,6 +106,7 @@ class Liveness:
 
     def watch(self, waiting: bool) -> None:
         """Tell whether somebody waits: remote peers are read only then."""
+        self._curious = waiting
         if self._mailbox is not None:
             self._mailbox.watch(waiting)
 
@@ -174,6 +205,11 @@ class Liveness:
             with self._lock:
                 self._say(self._state._replace(beat=self._state.beat + 1))
             if self._mailbox is not None:
+                self._mailbox.watch(self._curious)  # it may have been made while somebody waits already
                 self._mailbox.listen(elapsed)
             for peer in self._peers.values():
                 peer.listen(elapsed)
+
+
+def _state_of(liveness: Liveness | None) -> State:
+    return INITIAL if liveness is None else liveness.state

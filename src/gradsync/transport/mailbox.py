@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from gradsync.transport.page import INITIAL, State, decode, encode
 
@@ -22,15 +22,15 @@ _CLOSING_S = 2.0
 class Mailbox:
     """Writes our state to the store, and reads that of remote peers while somebody is curious."""
 
-    def __init__(self, store: Store, prefix: str, rank: int, remote: Sequence[int], own: Callable[[], State]) -> None:
+    def __init__(self, store: Store, rank: int, remote: Sequence[int], own: Callable[[], State]) -> None:
+        """In `store` everybody's first state is there already, so that nobody waits for it."""
         self.states: dict[int, State] = dict.fromkeys(remote, INITIAL)
         self.rounds = 0  # how often all peers were read
         self.mute_s = 0.0
         self._heard = 0
         self._curious = False
         # A connection of its own: a call that blocks must not hold up the user's store.
-        own_connection = store.clone()  # type: ignore[attr-defined]  # missing in the stubs
-        self._store = PrefixStore(prefix, own_connection)
+        self._store = store.clone()  # type: ignore[attr-defined]  # missing in the stubs
         self._store.set_timeout(timedelta(seconds=5))
         self._rank = rank
         self._own = own
@@ -79,7 +79,7 @@ class Mailbox:
             self._post()
 
     def _post(self) -> None:
-        self._store.set(str(self._rank), encode(self._own()))  # type: ignore[arg-type]  # bytes are taken as they are
+        self._store.set(str(self._rank), encode(self._own()))
 
     def _fetch(self) -> None:
         records = self._store.multi_get([str(rank) for rank in self.states]) if self.states else []

@@ -1,59 +1,176 @@
-"""How the ranks of a group find each other: by page where they share a host, else through the store."""
+"""How the ranks of a group find each other: by page where they share a host, else through the store.
+
+    set card  ─  see every card: map its page, or hear of it by the store  ─  set whom I see  ─  see every row
+
+Only the store is used, and nothing waits in it: so the first connection of the group is made when everybody's death
+can be seen already. A rank of this host is looked after from the moment its card is here.
+"""
 
 from __future__ import annotations
 
 import os
 import struct
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import sha256
-from typing import NamedTuple
+from typing import Any
 
-import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
-from gradsync.errors import PeerLost, place
+from gradsync.errors import GradSyncError, PeerLost, SyncTimeout, listed, place
 from gradsync.links import Hosts
-from gradsync.transport.groups import Groups
-from gradsync.transport.hosts import host_identity
+from gradsync.transport.clock import Awake
+from gradsync.transport.connecting import Attempt
+from gradsync.transport.groups import Groups, fresh_prefix, give_prefix_back
+from gradsync.transport.hosts import host_identity, kernel_identity
 from gradsync.transport.mailbox import Mailbox, RemotePeer
-from gradsync.transport.page import Page, State
+from gradsync.transport.page import Page, State, encode
 from gradsync.transport.peers import LocalPeer, Peer
+from gradsync.transport.processes import ended, is_gone, remember
 
-_POLL_S = 1e-3
-_CARD = struct.Struct("<32sqq16s")  # host, pid, fd, nonce
-
-
-class Meeting(NamedTuple):
-    """Whom we met, the mailbox if anybody is out of sight, and who shares a host."""
-
-    peers: dict[int, Peer]  # by index in the group
-    mailbox: Mailbox | None
-    hosts: Hosts
+_CARD = struct.Struct("<32s32sqq16s")  # host, kernel, pid, fd, nonce
+_CARDS, _SIGHTS, _BEATS = "card", "sight", "beat"
 
 
-def meet(groups: Groups, page: Page, own: Callable[[], State]) -> Meeting:
-    """Exchange cards, then find every peer; all members of the group call this."""
-    host = sha256(host_identity().encode()).digest()
-    cards = [_CARD.unpack(card) for card in _exchange(groups, _CARD.pack(host, os.getpid(), page.fd, page.nonce))]
-    peers: dict[int, Peer] = {}
-    for rank, (their_host, pid, fd, nonce) in enumerate(cards):
-        local = LocalPeer.find(pid, fd, nonce) if rank != groups.rank and their_host == host else None
-        if local is not None:
-            peers[rank] = local
-    # Sight may be one-sided: who is out of sight for anybody must write to the store. This exchange also
-    # keeps every page open until everybody has looked.
-    in_sight = _exchange(groups, bytes(rank in peers or rank == groups.rank for rank in range(groups.size)))
-    remote = [rank for rank in range(groups.size) if not in_sight[groups.rank][rank]]
-    mailbox = None
-    if remote or not all(row[groups.rank] for row in in_sight):
-        store = groups.store or dist.distributed_c10d._get_default_store()
-        # The first member's nonce names this meeting: equal on all its ranks, and never used before.
-        mailbox = Mailbox(store, f"gradsync/{cards[0][3].hex()}", groups.rank, remote, own)
-        peers |= {rank: RemotePeer(mailbox, rank) for rank in remote}
-    if not all(all(row) for row in in_sight):
-        _exchange(groups, b"\x01")  # nobody reads the store before everybody has written
-    return Meeting(dict(sorted(peers.items())), mailbox, _hosts([card[0] for card in cards], in_sight))
+class Meeting:
+    """Whom we met, the mailbox if anybody is out of sight, and who shares a host; filled in while `hold` runs."""
+
+    def __init__(self, groups: Groups, page: Page, own: Callable[[], State]) -> None:
+        self.peers: dict[int, Peer] = {}  # by index in the group; replaced, never changed: another thread reads it
+        self.mailbox: Mailbox | None = None
+        self.hosts: Hosts = ((groups.rank,),) if groups.size == 1 else ()
+        self.absent: list[int] = []  # who has not come yet
+        self._groups = groups
+        self._page = page
+        self._own = own
+
+    def hold(self, attempt: Attempt[Any], patience: float) -> None:
+        """Find every peer; all members of the group call this, and may take `patience` seconds to come."""
+        groups = self._groups
+        ranks, rank, meeting_place = groups.ranks, groups.ranks[groups.rank], groups.meeting_place()
+        try:
+            store = fresh_prefix(meeting_place, ranks, rank)
+            try:
+                self._hold(store, attempt, Awake(patience))
+            except BaseException:
+                if self.absent:
+                    store.delete_key(_key(_CARDS, groups.rank))
+                    give_prefix_back(meeting_place, ranks, rank)
+                raise
+        except GradSyncError:
+            raise
+        except RuntimeError as error:
+            # Else rank 0 is among the peers: who looks after them sees what became of it.
+            if 0 in [groups.ranks[rank] for rank in self.absent]:
+                raise self._without_a_store(error) from error
+            raise
+
+    def unanswered(self, waited: float) -> SyncTimeout:
+        """The error if the store did not answer at all, so that nobody's absence is sure."""
+        groups = self._groups
+        absent = [groups.ranks[rank] for rank in self.absent]
+        return SyncTimeout(
+            f"{place(groups.ranks[groups.rank], groups.size)} waited {waited:g} s in attach for {listed(absent)}, and "
+            "the store in which the ranks meet does not answer; see whether the process that keeps it is stopped",
+            absent,
+        )
+
+    def _hold(self, store: Store, attempt: Attempt[Any], bound: Awake) -> None:
+        groups = self._groups
+        host, kernel = (sha256(identity().encode()).digest() for identity in (host_identity, kernel_identity))
+        mine = _CARD.pack(host, kernel, os.getpid(), self._page.fd, self._page.nonce)
+        # Before the card: who has seen that reads the other, and must not wait for it.
+        store.set(_key(_BEATS, groups.rank), encode(self._own()))  # type: ignore[arg-type]  # bytes are taken as they are
+        store.set(_key(_CARDS, groups.rank), mine)  # type: ignore[arg-type]
+        cards = {groups.rank: mine}
+
+        def see(rank: int, card: bytes) -> None:
+            cards[rank] = card
+            their_host, their_kernel, pid, fd, nonce = _CARD.unpack(card)
+            local = LocalPeer.find(pid, fd, nonce) if their_host == host else None
+            if local is not None:
+                self.peers = dict(sorted({**self.peers, rank: local}.items()))
+                remember(groups.ranks[rank], pid)
+            elif (their_host, their_kernel) == (host, kernel) and is_gone(pid):
+                raise self._ended([groups.ranks[rank]])
+
+        self._take(store, _CARDS, attempt, bound, see)
+        remote = [rank for rank in range(groups.size) if rank != groups.rank and rank not in self.peers]
+        if remote:
+            self._write_home(store, remote)
+        self._compare_sights(store, attempt, bound, cards)
+
+    def _compare_sights(self, store: Store, attempt: Attempt[Any], bound: Awake, cards: dict[int, bytes]) -> None:
+        """Sight may be one-sided: who is out of sight for anybody must write to the store.
+
+        This also keeps every page open until everybody has looked.
+        """
+        groups = self._groups
+        local = {rank for rank, peer in self.peers.items() if isinstance(peer, LocalPeer)} | {groups.rank}
+        rows = {groups.rank: bytes(rank in local for rank in range(groups.size))}
+        store.set(_key(_SIGHTS, groups.rank), rows[groups.rank])  # type: ignore[arg-type]
+
+        def see(rank: int, row: bytes) -> None:
+            rows[rank] = row
+            if not row[groups.rank] and self.mailbox is None:
+                self._write_home(store, [])
+
+        self._take(store, _SIGHTS, attempt, bound, see)
+        order = range(groups.size)
+        self.hosts = _hosts([_CARD.unpack(cards[rank])[0] for rank in order], [rows[rank] for rank in order])
+
+    def _write_home(self, store: Store, remote: Sequence[int]) -> None:
+        """Begin to beat through the store, and to hear these."""
+        self.mailbox = mailbox = Mailbox(PrefixStore(_BEATS, store), self._groups.rank, remote, self._own)
+        self.peers = dict(sorted((self.peers | {rank: RemotePeer(mailbox, rank) for rank in remote}).items()))
+
+    def _take(
+        self, store: Store, kind: str, attempt: Attempt[Any], bound: Awake, see: Callable[[int, bytes], None]
+    ) -> None:
+        """Show everybody's value to `see`, each as soon as it is there."""
+        groups, pause = self._groups, attempt.pauses()
+        missing = [rank for rank in range(groups.size) if rank != groups.rank]
+        while missing:
+            keys = [_key(kind, rank) for rank in missing]
+            here = missing if store.check(keys) else [rank for rank in missing if store.check([_key(kind, rank)])]
+            values = store.multi_get([_key(kind, rank) for rank in here]) if here else []
+            for rank, value in zip(here, values, strict=True):
+                see(rank, bytes(value))
+            missing = [rank for rank in missing if rank not in here]
+            if kind == _CARDS:
+                self.absent = missing
+            if missing:
+                self._check(missing, kind, bound)
+                pause()
+
+    def _check(self, missing: list[int], kind: str, bound: Awake) -> None:
+        """Raise when nobody needs to wait for these any more."""
+        groups = self._groups
+        ranks, where = [groups.ranks[rank] for rank in missing], place(groups.ranks[groups.rank], groups.size)
+        if gone := [rank for rank in ranks if ended(rank)]:
+            raise self._ended(gone)
+        if bound.over():
+            what = "did not come; every rank of the group must call it, equally often and in the same order"
+            if kind == _SIGHTS:
+                what = "came and went no further; look at what holds them up"
+            raise SyncTimeout(f"{where} waited {bound.seconds:g} s in attach, but {listed(ranks)} {what}", ranks)
+
+    def _ended(self, ranks: list[int]) -> PeerLost:
+        groups = self._groups
+        return PeerLost(
+            f"{place(groups.ranks[groups.rank], groups.size)} the process of {listed(ranks)} ended before all had met "
+            "in attach; see its own output for why, and let the launcher restart all ranks",
+            ranks,
+        )
+
+    def _without_a_store(self, error: RuntimeError) -> PeerLost:
+        groups = self._groups
+        where = place(groups.ranks[groups.rank], groups.size)
+        reason = str(error).strip().split("\n")[0]
+        return PeerLost(
+            f"{where} the store in which the ranks meet was lost in attach ({reason}); rank 0 keeps it, or the "
+            "launcher: see whether that ended",
+            [0],
+        )
 
 
 def _hosts(identities: list[bytes], in_sight: list[bytes]) -> Hosts:
@@ -74,18 +191,5 @@ def _hosts(identities: list[bytes], in_sight: list[bytes]) -> Hosts:
     return tuple(sorted(hosts))
 
 
-def _exchange(groups: Groups, mine: bytes) -> list[bytes]:
-    """Every rank's bytes, all equally long."""
-    row = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    rows = torch.empty(groups.size, len(mine), dtype=torch.uint8, device="cpu")
-    try:
-        work = groups.control.gather(rows, row)
-        while not work.is_completed():  # a wait in the backend would not hear Ctrl-C
-            time.sleep(_POLL_S)
-        work.wait()
-    except RuntimeError as error:
-        where = place(groups.ranks[groups.rank], groups.size)
-        raise PeerLost(
-            f"{where} a rank died or did not come to attach, or to this group; look at the other ranks' logs", []
-        ) from error
-    return [bytes(each.numpy()) for each in rows]
+def _key(kind: str, rank: int) -> str:
+    return f"{kind}/{rank}"

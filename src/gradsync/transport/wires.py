@@ -23,6 +23,20 @@ def connections() -> frozenset[tuple[int, str]]:
     return frozenset(found)
 
 
+def listeners() -> frozenset[tuple[str, int]]:
+    """Where this process listens for TCP connections."""
+    found = set()
+    for fd, _ in _sockets():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as door:
+            if door.family in (socket.AF_INET, socket.AF_INET6) and _listens(door):
+                found.add(door.getsockname()[:2])
+    return frozenset(found)
+
+
+def _listens(door: socket.socket) -> bool:
+    return door.type == socket.SOCK_STREAM and bool(door.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
 def cut(wires: Iterable[tuple[int, str]]) -> None:
     """End these connections, as far as they still exist."""
     for fd, _ in set(wires) & set(_sockets()):

@@ -1,0 +1,131 @@
+"""A rank that is killed, stopped or late while groups and connections are made: it is named, and nobody waits on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nursery import Event, Nursery, Scene
+
+GUARD = {"timeout": 40.0, "dead_after": 1.5}
+_HANG_S = 20.0  # below the timeout: what only the timeout ends is a hang
+
+Begin = Callable[..., Scene]
+
+
+@pytest.fixture
+def begin(nursery: Nursery, tmp_path: Path) -> Iterator[Begin]:
+    """`begin(what, point, act, …)`: three ranks, of which rank 1 is the victim."""
+    scenes: list[Scene] = []
+
+    def start(what: str, point: str, act: str = "kill", victim: int = 1, **arguments: Any) -> Scene:
+        guard = GUARD | arguments.pop("guard", {})
+        folder = tmp_path / f"scene-{len(scenes)}"
+        arguments |= {"what": what, "victim": victim, "point": point, "act": act, "guard": guard}
+        scenes.append(nursery.begin("beginnings:begin", folder, 3, **arguments))
+        return scenes[-1]
+
+    yield start
+    for scene in scenes:
+        scene.end()
+
+
+def named(scene: Scene, kind: str = "PeerLost", victim: int = 1) -> list[Event]:
+    """The errors of the others, after checking that they came, named the victim and let the process end."""
+    others = [rank for rank in range(3) if rank != victim]
+    scene.wait(others, 60)
+    [act] = scene.events(victim, "act")
+    errors = []
+    for rank in others:
+        [error] = scene.events(rank, "raised")
+        assert error["kind"] == kind, scene.text()
+        assert error["ranks"] in ([victim], None), scene.text()
+        assert error["text"].startswith(f"[rank {rank}/3"), scene.text()
+        assert f"rank {victim} " in error["text"], scene.text()
+        assert error["threads"] == [], scene.text()
+        assert error["at"] - act["at"] < _HANG_S, scene.text()
+        assert scene.ended_at(rank) - error["at"] < _HANG_S, scene.text()
+        errors.append(error)
+    codes = scene.end()
+    assert [codes[rank] for rank in others] == [0, 0], scene.text()
+    return errors
+
+
+@pytest.mark.parametrize("point", ["sight", "set", "wait", "get", "agreed"])
+def test_a_rank_killed_inside_attach_is_named(begin: Begin, point: str) -> None:
+    """At "sight" the others may have seen its card, but not mapped its page."""
+    for error in named(begin("attach", point)):
+        assert "died in step 0" in error["text"] or ("ended before all had met" in error["text"] and point == "sight")
+
+
+def test_a_rank_killed_with_some_connections_made_is_named(begin: Begin) -> None:
+    for time, tcp in [(2, True), (3, False)]:
+        named(begin("attach", "get", time=time, tcp=tcp))
+
+
+def test_the_rank_that_keeps_the_store_is_named(begin: Begin) -> None:
+    for point in ["sight", "wait"]:
+        named(begin("attach", point, victim=0, tcp=True), victim=0)
+
+
+@pytest.mark.parametrize("what", ["again", "switch"])
+@pytest.mark.parametrize("point", ["met", "wait"])
+def test_who_is_known_already_is_named_even_before_it_came(begin: Begin, what: str, point: str) -> None:
+    named(begin(what, point))
+
+
+@pytest.mark.parametrize(
+    ("what", "time", "remote"),
+    [("gossip", 2, False), ("async_sgd", 2, False), ("across_hosts", 2, True), ("all_reduce", 1, False)],
+)
+def test_every_other_group_of_ours_is_looked_after(begin: Begin, what: str, time: int, remote: bool) -> None:
+    """`set` is called once for each group, here for the last of them."""
+    named(begin(what, "set", time=time, remote=remote, tcp=remote))
+
+
+def test_a_group_of_the_backend_is_looked_after(begin: Begin) -> None:
+    named(begin("backend", "wait"))
+
+
+@pytest.mark.parametrize("point", ["sight", "wait"])
+def test_a_rank_stopped_inside_attach_is_named(begin: Begin, point: str) -> None:
+    scenes = [begin("attach", point, "stop", remote=remote, tcp=True) for remote in [False, True]]
+    for scene in scenes:
+        for error in named(scene):
+            assert "gives no sign of life" in error["text"]
+
+
+def test_a_rank_killed_on_another_host_is_named(begin: Begin) -> None:
+    for error in named(begin("attach", "wait", remote=True, tcp=True)):
+        assert "gives no sign of life" in error["text"]
+
+
+def test_a_rank_that_lives_and_does_not_come_is_late(begin: Begin) -> None:
+    late = {"timeout": 4.0}
+    scenes = [begin("attach", point, "stall", guard=late) for point in ["met", "sight"]]
+    for scene, text in zip(scenes, ["rank 1 did not come", "rank 1 came and went no further"], strict=True):
+        for error in named(scene, "SyncTimeout"):
+            assert text in error["text"]
+
+
+@pytest.mark.parametrize("point", ["met", "sight", "wait"])
+def test_ctrl_c_is_heard_inside_attach(begin: Begin, point: str) -> None:
+    scene = begin("attach", point, "stall", interrupted=0)
+    scene.wait([0], 60)
+    [act], [error] = scene.events(1, "act"), scene.events(0, "raised")
+    assert (error["kind"], error["threads"]) == ("KeyboardInterrupt", [])
+    assert error["at"] - act["at"] < _HANG_S
+    assert scene.end()[0] == 0
+
+
+@pytest.mark.parametrize("point", ["sight", "forming", "formed"])
+def test_a_rank_killed_inside_init_is_named(begin: Begin, point: str) -> None:
+    for error in named(begin("init", point), "LaunchError"):
+        assert "group did not form because rank 1 died or fell silent" in error["text"]
+
+
+def test_a_rank_killed_while_the_ranks_exchange_their_addresses_is_named(begin: Begin) -> None:
+    for error in named(begin("init", "seat"), "LaunchError"):
+        assert "rank 1 ended while the ranks met" in error["text"]
