@@ -9,6 +9,12 @@ pidfd, others through the store.
 
 Silence is counted in ticks of our own: a rank that stood still itself blames nobody for it. Who is to blame
 in the end is decided in `verdict`.
+
+Note [Late is not dead]
+    A C function that keeps the interpreter (unpickling, a long collection of garbage) silences the beat of a rank that
+    runs. On its own host the kernel says so: its process is there and not stopped. Then it is late, which `timeout`
+    bounds, and other ranks of its host leave word for it in the store. Where it is the only rank of its host nobody
+    can speak for it, and `dead_after` is the bound.
 """
 
 from __future__ import annotations
@@ -34,6 +40,7 @@ from gradsync.transport.verdict import Sight, blame, lost, stopped
 
 _TICK_S = 0.25
 _AWAKE_S = MOST_S  # a tick that took longer counts as this much: see [Time awake]
+_HELD_S = 2 * _TICK_S  # without a beat, though its process runs: then we speak for it
 _REPORT_S = 2.0  # after an error: how long to wait for the others' word before blaming somebody
 _QUIET_S = _REPORT_S / 2  # then, without better knowledge: who was silent for so long
 
@@ -180,8 +187,18 @@ class Liveness:
         sights = {}
         for rank, peer in self._peers.items():
             silent_after = remote_silent_after if isinstance(peer, RemotePeer) else self._guard.dead_after
-            sights[rank] = Sight(peer.look(), peer.dead(), peer.silent_s >= silent_after or rank == keeper)
+            silent = peer.silent_s >= silent_after
+            held_s = peer.silent_s if silent and peer.runs() else 0.0
+            sights[rank] = Sight(peer.look(), peer.dead(), (silent and not held_s) or rank == keeper, held_s)
         return sights
+
+    def _speak_for_the_held(self, mailbox: Mailbox) -> None:
+        """See [Late is not dead]."""
+        for rank, peer in self._peers.items():
+            if isinstance(peer, LocalPeer) and peer.silent_s >= _HELD_S and peer.runs():
+                state = peer.look()
+                # Any beat that its readers have not just seen; its own next one differs too.
+                mailbox.speak_for(rank, state._replace(beat=state.beat + (self._state.beat << 32)))
 
     def _store_keeper(self) -> int | None:
         """The rank that goes down with the store: rank 0 keeps it, or is on the host of the agent that does."""
@@ -209,6 +226,8 @@ class Liveness:
                 self._mailbox.listen(elapsed)
             for peer in self._peers.values():
                 peer.listen(elapsed)
+            if self._mailbox is not None:
+                self._speak_for_the_held(self._mailbox)
 
 
 def _state_of(liveness: Liveness | None) -> State:

@@ -34,6 +34,7 @@ class Mailbox:
         self._store.set_timeout(timedelta(seconds=5))
         self._rank = rank
         self._own = own
+        self._words: dict[int, State] = {}  # of ranks that we speak for
         self._stop = False
         self._wake = threading.Event()
         self._post()
@@ -45,6 +46,10 @@ class Mailbox:
         if curious and not self._curious:
             self.mute_s = 0.0
         self._curious = curious
+
+    def speak_for(self, rank: int, state: State) -> None:
+        """A rank of this host cannot post, though its process runs: leave word in its place, in the next turn."""
+        self._words[rank] = state
 
     def hurry(self) -> None:
         """Do not wait for the next turn: there is news."""
@@ -80,6 +85,9 @@ class Mailbox:
 
     def _post(self) -> None:
         self._store.set(str(self._rank), encode(self._own()))
+        while self._words:
+            rank, state = self._words.popitem()
+            self._store.set(str(rank), encode(state))
 
     def _fetch(self) -> None:
         records = self._store.multi_get([str(rank) for rank in self.states]) if self.states else []
@@ -103,6 +111,9 @@ class RemotePeer:
 
     def look(self) -> State:
         return self._mailbox.states[self._rank]
+
+    def runs(self) -> bool:
+        return False  # a rank of its host that sees it run speaks for it: then it is not silent
 
     def dead(self) -> bool:
         return False

@@ -11,6 +11,7 @@ import select
 from typing import Protocol
 
 from gradsync.transport.page import Page, State
+from gradsync.transport.processes import look_at
 
 
 class Peer(Protocol):
@@ -22,6 +23,9 @@ class Peer(Protocol):
 
     def look(self) -> State:
         """What it last said of itself."""
+
+    def runs(self) -> bool:
+        """Whether its process is known to run though it is silent: see [Late is not dead] in `liveness`."""
 
     def dead(self) -> bool:
         """Whether it is known to have ended; False also means: cannot tell."""
@@ -55,6 +59,10 @@ class LocalPeer:
 
     def look(self) -> State:
         return self._page.read()
+
+    def runs(self) -> bool:
+        process = look_at(self.pid)
+        return process is not None and not process.ended and not process.stopped and not self.dead()
 
     def dead(self) -> bool:
         # A poll object of its own each time: one that two threads share raises.

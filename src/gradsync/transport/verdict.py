@@ -28,6 +28,7 @@ class Sight(NamedTuple):
     state: State
     dead: bool
     silent: bool
+    held_s: float = 0.0  # how long its interpreter was not heard of though its process runs
 
     @property
     def gone(self) -> bool:
@@ -111,5 +112,12 @@ def account(sight: Sight, name: str, pid: int | None, lost: bool) -> str:
     if sight.dead:
         return f"{who} died in step {state.step}"
     if lost:
-        return f"{who} gives no sign of life, last seen {state.phase} in step {state.step}"
+        # Of a process of this host the kernel would know: see [Late is not dead] in `liveness`.
+        perhaps = "" if pid is not None else " (if only its interpreter was held, allow gs.Guard(dead_after=seconds))"
+        return f"{who} gives no sign of life{perhaps}, last seen {state.phase} in step {state.step}"
+    if sight.held_s:
+        return (
+            f"{who} is alive but its interpreter has been held for {sight.held_s:.0f} s (by a C function that does not "
+            f"release it), last seen {state.phase} in step {state.step}"
+        )
     return f"{who} is alive but still {state.phase} in step {state.step}"

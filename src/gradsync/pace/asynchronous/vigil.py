@@ -12,13 +12,13 @@ naming the rank and a parameter.
 from __future__ import annotations
 
 import sys
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from gradsync.errors import GradSyncError, PeerLost, SyncTimeout, listed
 from gradsync.pace.asynchronous.post import Failure
+from gradsync.transport.clock import Awake
 from gradsync.transport.lane import Lane
 from gradsync.transport.page import Phase
 from gradsync.transport.verdict import Sights, account, blame, is_lost, lost, stopped
@@ -80,23 +80,22 @@ class Vigil:
         ) from error
 
     def _watch(self, landed: Callable[[float], bool], what: str, holding_up: Callable[[], list[int]]) -> None:
-        start = time.monotonic()
-        stopped_at, warned = None, False
+        clock, stopped_at, warned = Awake(), None, False
         while not landed(_SLICE_S):
             self.check(what)
-            now, sights = time.monotonic(), self._lane.liveness.sights()
+            waited, sights = clock.look(), self._lane.liveness.sights()
             if culprits := lost(sights, _ANY_STEP):
                 self._mourn(culprits, sights, what)
             if suspects := stopped(sights):
-                stopped_at = now if stopped_at is None else stopped_at
-                if now - stopped_at >= _GRACE_S:
+                stopped_at = waited if stopped_at is None else stopped_at
+                if waited - stopped_at >= _GRACE_S:
                     guilty, excused = blame(sights, suspects, _ANY_STEP)
                     self._mourn(guilty or excused, sights, what)
-            if not warned and now - start >= self._lane.warn_after:
+            if not warned and waited >= self._lane.warn_after:
                 warned = True
-                self._warn(holding_up(), sights, what, now - start)
-            if now - start >= self._timeout:
-                self._lose_patience(holding_up(), sights, what, now - start)
+                self._warn(holding_up(), sights, what, waited)
+            if waited >= self._timeout:
+                self._lose_patience(holding_up(), sights, what, waited)
 
     def _warn(self, late: list[int], sights: Sights, what: str, waited: float) -> None:
         who = self._accounts(sights, late) or "every rank is here"

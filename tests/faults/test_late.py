@@ -1,0 +1,62 @@
+"""Late is not dead: an interpreter that is held, and a job that was stopped as a whole and goes on."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from injector import until
+from nursery import Event, Scene
+
+Play = Callable[..., Scene]
+Survivors = Callable[..., list[Event]]
+
+
+def finished(scene: Scene) -> None:
+    scene.wait([0, 1, 2, 3], 50)
+    assert [len(scene.events(rank, "finished")) for rank in range(4)] == [1] * 4, scene.text()
+    assert scene.end() == [0] * 4, scene.text()
+
+
+def test_a_held_interpreter_is_late_not_lost(play: Play) -> None:
+    """By shared memory, and with another rank of its host that speaks for it to those of other hosts."""
+    scenes = [
+        play(1, "in_forward", "hold", guard={"warn_after": 3.0}),
+        play(3, "before_header", "hold"),
+        play(1, "in_backward", "hold", hosts=2, tcp=True),
+        play(0, "after_bucket", "hold", hosts=2, tcp=True),
+    ]
+    for scene in scenes:
+        finished(scene)
+    for rank in [0, 2, 3]:
+        warned = [event["text"] for event in scenes[0].events(rank, "warned") if "has waited" in event["text"]]
+        assert len(warned) == 1, scenes[0].text()
+        assert f"rank 1 (pid {scenes[0].pids[1]}) is alive but its interpreter has been held for" in warned[0]
+
+
+def test_the_only_rank_of_its_host_has_nobody_to_speak_for_it(play: Play, survivors: Survivors) -> None:
+    for error in survivors(play(1, "in_forward", "hold", remote=True, tcp=True), 1):
+        assert "rank 1 gives no sign of life" in error["text"]
+        assert "gs.Guard(dead_after=seconds)" in error["text"]
+
+
+@pytest.mark.parametrize("where", [{}, {"remote": True, "tcp": True}], ids=["one-host", "many-hosts"])
+def test_a_job_that_was_stopped_as_a_whole_goes_on(play: Play, where: dict[str, Any]) -> None:
+    """Stopped while three ranks wait, for longer than their timeout and than dead_after."""
+    scene = play(2, "in_forward", "pause", guard={"timeout": 6.0, "dead_after": 3.0}, **where)
+    until(lambda: bool(scene.events(2, "act")))
+    for rank in range(4):
+        scene.kill(rank, signal.SIGSTOP)
+    stopped_for(8.0)
+    for rank in range(4):
+        scene.kill(rank, signal.SIGCONT)
+    scene.tell(2, "go")
+    finished(scene)
+
+
+def stopped_for(seconds: float) -> None:
+    """How long a job stands still is what this is about: nothing else can be waited for."""
+    threading.Event().wait(seconds)
