@@ -58,31 +58,32 @@ class ParameterHooks(OrderedDict[int, Hook]):
 
     def __setitem__(self, key: int, hook: Hook) -> None:
         if isinstance(hook, GradientHook):
-            if not hook.observes:
-                self._replace(_RELAY, None)
             super().__setitem__(key, hook)
         else:
             self.added()
             self.others[key] = hook
+        self._relay()
 
     def __delitem__(self, key: int) -> None:
         if key in self.others:
             del self.others[key]
-            return
-        hook = self[key]
-        super().__delitem__(key)
-        if isinstance(hook, GradientHook) and not hook.observes:
-            self.added = ignore
-            self._replace(_RELAY, partial(_call_all, self.others))
+        else:
+            hook = self[key]
+            super().__delitem__(key)
+            if isinstance(hook, GradientHook) and not hook.observes:
+                self.added = ignore
+        self._relay()
+
+    def _relay(self) -> None:
+        """Let autograd call the others where nobody else does: there are some, and no GradSync is attached."""
+        attached = any(isinstance(hook, GradientHook) and not hook.observes for hook in self.values())
+        if super().__contains__(_RELAY):
+            super().__delitem__(_RELAY)
+        if self.others and not attached:
+            super().__setitem__(_RELAY, partial(_call_all, self.others))
 
     def __contains__(self, key: object) -> bool:
         return key in self.others or super().__contains__(key)
-
-    def _replace(self, key: int, hook: Hook | None) -> None:
-        if super().__contains__(key):
-            super().__delitem__(key)
-        if hook is not None:
-            super().__setitem__(key, hook)
 
     # A copy has no hooks, as that of a parameter.
 
