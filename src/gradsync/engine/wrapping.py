@@ -36,7 +36,8 @@ def check_wrapper() -> None:
 
 
 def _registered(parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
-    if not isinstance(parent, DistributedDataParallel) or not isinstance(child, torch.nn.Module):
+    # Asked first: where a compiler wraps a module, Dynamo traces into this, and the wrapper is only half made.
+    if torch.compiler.is_compiling() or not isinstance(parent, DistributedDataParallel) or child is None:
         return
     for key, param in child.named_parameters():
         if key not in parent.parameters_to_ignore and _is_attached(param):
