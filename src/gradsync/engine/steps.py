@@ -39,12 +39,7 @@ class Steps(Failing):
     """The step under way, and who takes part in it."""
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizers: Sequence[Optimizer],
-        engine: Engine,
-        ignored: set[int],
-        listens: bool,
+        self, model: torch.nn.Module, optimizers: Sequence[Optimizer], engine: Engine, ignored: set[int], listens: bool
     ) -> None:
         super().__init__(engine.reducer)
         self.tracing: Tracing | None = None
