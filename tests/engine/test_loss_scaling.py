@@ -36,6 +36,12 @@ def _loss(forward: nn.Module, number: int) -> torch.Tensor:
     return loss * float("inf") if number == INF and rank == 1 else loss
 
 
+def quietly(job: Callable[..., Any], *args: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return job(*args)
+
+
 def _apply(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScaler, clip: bool) -> None:
     if clip:
         scaler.unscale_(optimizer)
@@ -45,10 +51,10 @@ def _apply(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScale
     optimizer.zero_grad()
 
 
-def windows_like_ddp(k: int, clip: bool, fused: bool) -> None:
+def windows_like_ddp(k: int, clip: bool, fused: bool, guard: gs.Guard | None = None) -> None:
     """The loop of a single process, where DDP needs one that knows of windows."""
     model, optimizer, scaler = _model(fused)
-    sync = gs.attach(model, optimizer, gs.Plan(pace=gs.accumulate(k), bucket_bytes=1024), scaler=scaler)
+    sync = gs.attach(model, optimizer, gs.Plan(pace=gs.accumulate(k), bucket_bytes=1024), guard=guard, scaler=scaler)
     for number in range(16):
         scaler.scale(_loss(model, number)).backward()
         _apply(model, optimizer, scaler, clip)
@@ -72,6 +78,36 @@ def windows_like_ddp(k: int, clip: bool, fused: bool) -> None:
 @pytest.mark.parametrize(("k", "fused"), [(1, False), (2, False), (4, False), (2, True)])
 def test_a_scaler_in_windows_equals_ddp(k: int, clip: bool, fused: bool, run: Callable[..., Any]) -> None:
     run(windows_like_ddp, k, clip, fused)
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_the_scale_follows_a_step_that_all_skipped(k: int, run: Callable[..., Any]) -> None:
+    run(quietly, windows_like_ddp, k, True, False, gs.Guard(nonfinite="skip"))
+
+
+def overflowing(pace: str) -> tuple[float, list[float]]:
+    """A scale with which everything overflows, as fp16 begins."""
+    model, optimizer, _ = _model()
+    scaler = GradScaler("cpu", init_scale=2.0**127)
+    plan = gs.Plan(pace=gs.delayed(1) if pace == "delayed" else gs.every_step())
+    sync = gs.attach(model, optimizer, plan, guard=gs.Guard(nonfinite="skip", max_skips=9), scaler=scaler)
+    before = next(model.parameters()).detach().clone()
+    scales = []
+    for number in range(16):
+        scaler.scale(_loss(model, number % INF) * 100.0).backward()
+        _apply(model, optimizer, scaler, clip=True)
+        scales.append(scaler.get_scale())
+    assert not torch.equal(before, next(model.parameters()))
+    sync.detach()
+    return float(sync.stats()["skipped_steps"]), scales
+
+
+@pytest.mark.parametrize("pace", ["every step", "delayed"])
+def test_a_scale_that_overflows_comes_down_though_all_skip(pace: str, run: Callable[..., Any]) -> None:
+    (skipped, scales), (_, others) = run(quietly, overflowing, pace)
+    assert scales == others
+    assert skipped > 1
+    assert min(scales) == 2.0 ** (127 - skipped)
 
 
 def delayed_unasked(asks: bool) -> list[torch.Tensor]:

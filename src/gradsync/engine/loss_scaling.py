@@ -8,6 +8,9 @@ with `fully_shard`, the object gets a class of its own, made from the one it had
     step       check, optimizer.step()       no gradient at all: optimizer.step(), which finds nothing to do
     update     the scale for the next step   nothing was checked: the scale stays, since this was no step
 
+Where all ranks dropped a step for a NaN or Inf, nobody's `.grad` shows it any more: update lowers the scale all the
+same, as it would have, or every step that follows would overflow again.
+
 A rank whose loss touched no parameter takes part before the scaler looks for gradients. If the scale changes inside a
 window all the same (another optimizer found an infinity), the gradients in it are made those of the new scale.
 """
@@ -29,6 +32,7 @@ class ScaledSteps:
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
+        self._num_skipped = 0  # steps that were dropped for a NaN or Inf, as far as the scale has followed
 
     def has(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer's steps are looked after."""
@@ -44,6 +48,11 @@ class ScaledSteps:
     def after(self, optimizer: Optimizer) -> None:
         """Its step has ended, perhaps without `optimizer.step()`: it found an infinity."""
         self._steps.turns.stepped(optimizer)
+
+    def overflowed(self) -> bool:
+        """Whether all ranks have dropped a step for a NaN or Inf since this was asked last."""
+        before, self._num_skipped = self._num_skipped, self._steps.reducer.findings.skipped_steps
+        return self._num_skipped > before
 
     def keeps_gradients(self) -> bool:
         """Whether there are gradients of the scale of now that are not to be applied yet."""
@@ -103,11 +112,15 @@ class _Tolerant(GradScaler):
             mine.after(optimizer)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        followers = _followers.get(self, [])
+        if self._scale is not None and sum(each.overflowed() for each in followers):  # each is asked
+            state = self._per_optimizer_states[id(followers)]  # as if one more optimizer had found it
+            state["found_inf_per_device"][self._scale.device] = torch.ones_like(self._scale)
         checked = any(state["found_inf_per_device"] for state in self._per_optimizer_states.values())
         if new_scale is None and not checked:
             self._per_optimizer_states.clear()
             return
-        keeping = [each for each in _followers.get(self, []) if each.keeps_gradients()]
+        keeping = [each for each in followers if each.keeps_gradients()]
         before = None if self._scale is None or not keeping else self._scale.clone()
         super().update(new_scale)
         if before is not None and self._scale is not None:
