@@ -36,7 +36,9 @@ def entries_of(tensors: list[torch.Tensor]) -> list[Entry]:
 def layout_of(
     tensors: list[torch.Tensor], bucket_bytes: int | None = None, held: frozenset[int] = frozenset()
 ) -> Layout:
-    return Layout(entries_of(tensors), bucket_bytes, set(held), zeros)
+    layout = Layout(entries_of(tensors), bucket_bytes, set(held))
+    layout.place(zeros)
+    return layout
 
 
 def nbytes(entry: Entry) -> int:
@@ -288,7 +290,8 @@ def test_what_travels_in_different_ways_is_never_in_one_bucket(tensors: list[tor
     def choose(param: Param) -> Choice:
         return (int8() if param.numel % 2 else bf16()).choose(param)
 
-    layout = Layout(entries_of(tensors), limit, set(), zeros, choose)
+    layout = Layout(entries_of(tensors), limit, set(), choose)
+    layout.place(zeros)
     for bucket in layout.buckets:
         for item in bucket.parcel.items:
             assert choose(item.param._replace(dtype=bucket.flat.dtype)) == bucket.choice

@@ -213,3 +213,35 @@ def call_parts_only() -> None:
 
 def test_a_model_whose_parts_are_called_is_averaged(run: Callable[..., Any]) -> None:
     run(call_parts_only)
+
+
+class Turned(nn.Module):
+    """Three layers, called in the order in which they were registered or in the other one."""
+
+    def __init__(self, turned: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(96, 96, bias=False) for _ in range(3)])
+        self.turned = turned
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in reversed(self.layers) if self.turned else self.layers:
+            x = layer(x)
+        return x
+
+
+def first_places(turned: bool) -> bool:
+    """Whether the first step's memory is that of the later ones."""
+    model = Turned(turned)
+    sync = gs.attach(model, None, gs.Plan(bucket_bytes=1024))
+    buckets = list(sync._reducer.agenda.buckets)
+    model(torch.randn(4, 96)).square().mean().backward()
+    stays = buckets == list(sync._reducer.agenda.buckets)
+    sync.detach()
+    return stays
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_memory_is_taken_anew_only_where_gradients_arrive_in_another_order(
+    turned: bool, run: Callable[..., Any]
+) -> None:
+    assert run(first_places, turned) == [not turned] * 2

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import StepLR
+from torch.profiler import ProfilerActivity, profile
 
 import gradsync as gs
 from gradsync.engine import replicas
@@ -76,6 +77,26 @@ def test_parameters_and_buffers_become_rank_0s_in_place(chunk_nbytes: int, run: 
     for _, after, stayed in ranks:
         assert after == first
         assert stayed, "the same tensors with the same memory and strides"
+
+
+def broadcast_a_large_one() -> tuple[int, bool]:
+    """The most memory taken at once, in bytes, and whether all is as on rank 0."""
+    sync = gs.attach(nn.Linear(1, 1))
+    large = torch.full((5_000_000,), float(dist.get_rank() + 1))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as memory:
+        replicas.broadcast_tensors(sync._lane, [large], 0, "a large one")
+    most = now = 0
+    for event in memory.profiler.kineto_results.events():  # type: ignore[union-attr]
+        now += event.nbytes() if event.name() == "[memory]" else 0
+        most = max(most, now)
+    sync.detach()
+    return most, bool((large == 1.0).all())
+
+
+def test_a_large_tensor_travels_from_and_to_where_it_lies(run: Any) -> None:
+    for most, equal in run(broadcast_a_large_one):
+        assert most < 1_000_000
+        assert equal
 
 
 def load_on_rank_0_and_broadcast() -> tuple[dict[str, int], dict[str, int], list[float]]:

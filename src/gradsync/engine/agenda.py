@@ -10,7 +10,7 @@ import torch
 
 from gradsync.engine.bucket import Bucket, Entry, Layout
 from gradsync.engine.checkpoint import Arrangement
-from gradsync.exchange.memory import Allocate, Form
+from gradsync.exchange.memory import Allocate
 from gradsync.exchange.shipping import Shipping
 from gradsync.guard.header import Headers, Mark
 from gradsync.guard.order import check_forms
@@ -41,6 +41,7 @@ class Agenda:
         self.learned = False  # whether the order is that of arrival
         self._last_marks = b""  # what all ranks said in the last step, if they said the same
         self._idle = idle
+        self._layout = Layout([], bucket_bytes, self._held)
         self._lay_out(bytes(entry.param.requires_grad for entry in entries))
 
     @property
@@ -91,12 +92,18 @@ class Agenda:
         self._order = order.tolist()
 
     def _lay_out(self, trainable: bytes) -> None:
-        for entry in self._entries:
-            entry.bucket = None
         if self._idle:
             trainable = bytes(len(self._entries))
         chosen = [self._entries[index] for index in self._order if trainable[index] and not self._entries[index].sparse]
-        self._layout = Layout(chosen, self._bucket_bytes, self._held, self._allocate_alike, self._shipping.choose)
+        layout = Layout(chosen, self._bucket_bytes, self._held, self._shipping.choose)
+        if not self._idle:
+            check_forms(self._lane, [(form.numel, form.dtype) for form in layout.forms])
+        # Gradients often arrive in the order that was expected: then no memory is taken a second time.
+        if not layout.same_as(self._layout):
+            for entry in self._entries:
+                entry.bucket = None
+            layout.place(self._allocate)
+            self._layout = layout
         if not self._idle:  # otherwise the shipping is the pace's
             # The first synchronization is exact: compressors begin when the order is known.
             self._shipping.prepare([bucket.parcel for bucket in self._layout.buckets], compress=self.learned)
@@ -104,11 +111,6 @@ class Agenda:
         self.apart = [entry for entry in self._entries if entry.bucket is None]
         if not self._idle:
             self._lane.describe = self._layout.describe
-
-    def _allocate_alike(self, forms: list[Form]) -> list[torch.Tensor]:
-        if not self._idle:
-            check_forms(self._lane, [(form.numel, form.dtype) for form in forms])
-        return self._allocate(forms)
 
     def arrangement(self) -> Arrangement:
         """What was learned, by parameter name."""
@@ -121,4 +123,5 @@ class Agenda:
         self._order = [index[name] for name in arrangement.order]
         self._held = {index[name] for name in arrangement.held}
         self.learned = arrangement.learned
+        self._layout = Layout([], self._bucket_bytes, self._held)  # what the old parcels keep must not come along
         self._lay_out(bytes(entry.param.requires_grad for entry in self._entries))

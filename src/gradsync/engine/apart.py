@@ -33,7 +33,9 @@ def average_apart(
             entry.param.grad = grad * factor if factor != 1.0 else grad
     dense = [entry for entry in entries if entry not in sparse]
     if dense:
-        for bucket in Layout(dense, None, {entry.index for entry in dense}, zeros).buckets:
+        layout = Layout(dense, None, {entry.index for entry in dense})
+        layout.place(zeros)
+        for bucket in layout.buckets:
             bucket.complete(marks, scale)
             lane.wait(exact.launch(bucket.flat))
             if factor != 1.0:

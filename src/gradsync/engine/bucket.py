@@ -238,28 +238,41 @@ class Bucket:
 
 
 class Layout:
-    """All buckets, in the order in which every rank launches them."""
+    """All buckets, in the order in which every rank launches them; `place` gives them memory."""
 
     def __init__(
         self,
         entries: Iterable[Entry],
         bucket_bytes: int | None,
         held: set[int],
-        allocate: Allocate,
         choose: Choose = lambda param: EXACT,
     ) -> None:
-        """Every rank lays out at once: memory that ranks share is taken together."""
         entries = list(entries)
         limit = bucket_bytes or default_limit(sum(map(_nbytes, entries)))
         groups = _pack([e for e in entries if e.index not in held], limit, choose)
         late = _pack([e for e in entries if e.index in held], limit, choose)
         self.buckets = [Bucket(i, group, i >= len(groups), c) for i, (group, c) in enumerate(groups + late)]
-        flats = allocate([bucket.form for bucket in self.buckets])
-        for bucket, flat in zip(self.buckets, flats, strict=True):
-            bucket.place(flat)
         self.indices = frozenset(entry.index for entry in entries)
         self.marks = tuple(bucket.mark for bucket in self.buckets)
         self.schedule = zlib.crc32(b"".join(self.marks))
+
+    @property
+    def forms(self) -> list[Form]:
+        """The memory that it needs."""
+        return [bucket.form for bucket in self.buckets]
+
+    def place(self, allocate: Allocate) -> None:
+        """Every rank does it at once: memory that ranks share is taken together."""
+        for bucket, flat in zip(self.buckets, allocate(self.forms), strict=True):
+            bucket.place(flat)
+
+    def same_as(self, other: Layout) -> bool:
+        """Whether every gradient travels as in that one, at the same place and time."""
+        mine, others = (
+            [(b.form, b.held, b.mark, [entry.index for entry in b.entries]) for b in layout.buckets]
+            for layout in (self, other)
+        )
+        return mine == others
 
     def describe(self, bucket: int) -> str:
         return self.buckets[bucket].describe()

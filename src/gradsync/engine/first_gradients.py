@@ -12,6 +12,7 @@ from gradsync.engine.bucket import Entry
 from gradsync.guard.header import Headers
 
 NO_DIGEST = bytes(8)
+_AT_ONCE = 1 << 20  # elements: torch first makes a copy of what it adds up in a wider type
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -22,7 +23,8 @@ def digest_of(entries: list[Entry]) -> bytes:
         grad = entry.param.grad
         if grad is not None and not grad.is_sparse and grad.numel():
             real = torch.view_as_real(grad) if grad.is_complex() else grad
-            sums.append(int(real.contiguous().view(_BITS[real.element_size()]).sum(dtype=torch.int64)))
+            parts = real.contiguous().flatten().view(_BITS[real.element_size()]).split(_AT_ONCE)
+            sums.append(int(torch.stack([part.sum(dtype=torch.int64) for part in parts]).sum()))
     if not any(sums):
         return NO_DIGEST
     return hashlib.blake2b(struct.pack(f"<{len(sums)}q", *sums), digest_size=8).digest()

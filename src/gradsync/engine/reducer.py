@@ -7,7 +7,7 @@
 
 The first synchronization is different: everything leaves at its end, after the header, in reverse order of
 registration; from it rank 0 learns in which order gradients really arrive, and all ranks lay their buckets
-out anew in that order.
+out anew in that order, unless they lie so already.
 
 What a bucket carries, and what its sum is multiplied by, is in `weighting`; which buckets there are and in
 which order they leave is in `agenda`.

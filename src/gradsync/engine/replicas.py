@@ -1,7 +1,7 @@
 """Whole state from one rank to all: parameters and buffers at attach, buffers with every step, optimizers.
 
-Tensors travel as raw bytes, packed per device, so one broadcast serves every dtype. What is not a tensor
-(learning rates, step counts) travels as JSON.
+Tensors travel as raw bytes, small ones packed per device, so one broadcast serves every dtype; large ones from and to
+where they lie, for memory is slow when it is new. What is not a tensor (learning rates, step counts) travels as JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gradsync.guard.agreement import Document, agree, majority
 from gradsync.transport.lane import Lane
 from gradsync.transport.tickets import Ticket
 
-_CHUNK_NBYTES = 64 << 20
+_CHUNK_NBYTES = 16 << 20
 
 
 def broadcast_tensors(lane: Lane, tensors: Iterable[torch.Tensor], source: int, what: str) -> None:
@@ -29,6 +29,9 @@ def broadcast_tensors(lane: Lane, tensors: Iterable[torch.Tensor], source: int, 
     for tensor in tensors:
         kind = tensor.device.type
         nbytes = tensor.numel() * tensor.element_size()
+        if nbytes > _CHUNK_NBYTES:
+            _broadcast_large(lane, tensor, source, what)
+            continue
         if kind not in chunks or filled[kind] + nbytes > _CHUNK_NBYTES:
             chunks.setdefault(kind, []).append([])
             filled[kind] = 0
@@ -38,6 +41,15 @@ def broadcast_tensors(lane: Lane, tensors: Iterable[torch.Tensor], source: int, 
         flat, ticket = _launch_broadcast(lane, batch, source, what)
         lane.wait(ticket)
         _unpack(flat, batch)
+
+
+def _broadcast_large(lane: Lane, tensor: torch.Tensor, source: int, what: str) -> None:
+    """In pieces, in place where its elements lie in order; which ranks that is true of, nobody needs to know."""
+    flat = _bytes_of(tensor)
+    for ticket in [_launch(lane, piece, source, what) for piece in flat.split(_CHUNK_NBYTES)]:
+        lane.wait(ticket)
+    if flat.data_ptr() != tensor.data_ptr():
+        _unpack(flat, [tensor])
 
 
 class BufferSite(NamedTuple):
@@ -132,11 +144,14 @@ def broadcast_scaler(lane: Lane, scaler: GradScaler | None, source: int) -> None
 
 def _launch_broadcast(lane: Lane, tensors: list[torch.Tensor], source: int, what: str) -> tuple[torch.Tensor, Ticket]:
     flat = torch.cat([_bytes_of(tensor) for tensor in tensors])
+    return flat, _launch(lane, flat, source, what)
+
+
+def _launch(lane: Lane, flat: torch.Tensor, source: int, what: str) -> Ticket:
     data = lane.groups.data.get(flat.device.type)
     # Gloo: not on the channel for data, where a thread of the exchange may be launching at the same time.
     channel = lane.groups.control if data is None or data.on_host else data
-    ticket = lane.launch(lambda: channel.broadcast(flat, source), what, flat.numel(), on_host=channel.on_host)
-    return flat, ticket
+    return lane.launch(lambda: channel.broadcast(flat, source), what, flat.numel(), on_host=channel.on_host)
 
 
 def _form(tensor: torch.Tensor) -> str:
@@ -152,8 +167,9 @@ def _unpack(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
     with torch.no_grad():
         for tensor in tensors:
             nbytes = tensor.numel() * tensor.element_size()
-            # A copy: a slice that begins at an odd byte cannot be viewed as a wider type.
-            piece = flat[at : at + nbytes].clone()
+            piece = flat[at : at + nbytes]
+            if at % tensor.element_size():  # such a slice cannot be viewed as a wider type
+                piece = piece.clone()
             # `.data`: a buffer may be saved for a backward still to come, which must not see it as modified.
             tensor.data.copy_(piece.view(tensor.dtype).view(tensor.shape))
             at += nbytes
