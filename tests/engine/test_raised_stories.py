@@ -214,6 +214,65 @@ def test_a_forward_that_is_tried_again_was_not_skipped(how: str, run: Ranks) -> 
     assert run(quietly, try_again, how) == applied(0, 1, 2)
 
 
+class Masked(Line):
+    """Gets beside each batch a tensor that is always the same, as a mask or the edges of a graph."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * mask
+
+
+def skip_a_batch_beside_a_constant(how: str) -> float:
+    """The next batch shares a tensor, or the storage, with the one whose forward raised and was skipped."""
+    run = Run()
+    data = torch.stack([run.x(batch) for batch in range(5)])
+    if how == "a mask":
+        run.sync.detach()
+        run.model = Masked()
+        run.optimizers = [torch.optim.SGD(run.model.parameters(), lr=1.0)]
+        run.sync = gs.attach(run.model, run.optimizers)
+    mask, batches = torch.ones(()), data.unbind()  # which keeps all of them
+    for batch, x in enumerate(batches):
+        run.model.armed = "forward" if run.rank == 1 and batch in (2, 3) else ""
+        with run.caught():
+            (run.model(x.clone(), mask) if how == "a mask" else run.model(x)).backward()
+            run.step()
+        run.zero_grad()
+    return run.end()
+
+
+@pytest.mark.parametrize("how", ["a mask", "a slice of all the data"])
+def test_a_batch_that_shares_no_more_than_a_constant_is_another(how: str, run: Ranks) -> None:
+    assert run(quietly, skip_a_batch_beside_a_constant, how) == applied(0, 1, 4)
+
+
+def try_again_beside_a_constant(how: str) -> float:
+    """Also a batch of two forwards, as SAM's, of which the second is tried again."""
+    run = Run()
+    run.sync.detach()
+    model = Masked()
+    run.model, run.optimizers = model, [torch.optim.SGD(model.parameters(), lr=1.0)]
+    run.sync = gs.attach(run.model, run.optimizers)
+    mask = torch.ones(())
+    for batch in range(3):
+        x = run.x(batch)
+        if how == "the second forward":
+            model(x, mask)
+        model.armed = "forward" if run.rank == 1 and batch == 1 else ""
+        with run.caught():
+            loss = model(x, mask)
+        if model.armed:
+            model.armed = ""
+            loss = model(x, mask)
+        loss.backward()
+        run.step()
+    return run.end()
+
+
+@pytest.mark.parametrize("how", ["the only forward", "the second forward"])
+def test_the_same_batch_beside_a_constant_is_tried_again(how: str, run: Ranks) -> None:
+    assert run(quietly, try_again_beside_a_constant, how) == applied(0, 1, 2)
+
+
 def evaluate(mode: str) -> float:
     """What raises outside of training, on one rank only."""
     run = Run()

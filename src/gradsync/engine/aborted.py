@@ -18,7 +18,8 @@ Note [Models of one backward]
 
 Note [Tried again]
     A forward that raised and is called again with the same input, a part of it, or from the `except` block of that very
-    error, is the same batch: nothing was skipped.
+    error, is the same batch: nothing was skipped. What the forward before had too (a mask, the edges of a graph) tells
+    nothing, unless there is nothing else; nor does another slice of the tensor that holds all the data.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import sys
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from gradsync.engine.steps import Steps
 
 T = TypeVar("T")
+Seen = tuple[weakref.ref[torch.Tensor], ...]
 _LOOKED_UP = 4  # parameters at either end of a model
 _awaiting: weakref.WeakSet[Steps] = weakref.WeakSet()  # those whose forward ran, and no backward since
 
@@ -71,7 +73,8 @@ class Raised(NamedTuple):
     no_sync: bool
     error: str
     error_id: int  # of the exception, while it is handled
-    inputs: tuple[weakref.ref[torch.Tensor], ...] = ()
+    inputs: Seen = ()
+    before: Seen = ()  # what the forward before this one was given
 
 
 class Aborted:
@@ -85,6 +88,8 @@ class Aborted:
         self._busy = False
         self._weight: float | None = None  # set since something raised: the next batch's
         self._in_a_row = 0  # batches that only this rank dropped
+        self._inputs: Seen = ()  # of the last forward
+        self._inputs_before: Seen = ()  # and of the one before that
 
     @property
     def drops(self) -> bool:
@@ -99,10 +104,10 @@ class Aborted:
 
     # What is heard
 
-    def forward_did(self, error: BaseException, inputs: Iterable[torch.Tensor]) -> None:
+    def forward_did(self, error: BaseException) -> None:
         """The model's forward raised."""
-        seen = tuple(weakref.ref(tensor) for tensor in inputs)
-        self._note(Raised(Flag.FORWARD, self._steps.no_sync_depth > 0, _said(error), id(error), seen))
+        seen = self._inputs, self._inputs_before
+        self._note(Raised(Flag.FORWARD, self._steps.no_sync_depth > 0, _said(error), id(error), *seen))
 
     def loader_did(self, error: BaseException) -> None:
         """The loader raised instead of giving a batch."""
@@ -114,10 +119,12 @@ class Aborted:
 
     def forward_comes(self, inputs: Iterable[torch.Tensor]) -> None:
         """A forward begins: see [Tried again]."""
+        now = list(inputs)
         if self._raised and self._raised[-1].flag is Flag.FORWARD:
             last = self._raised[-1]
-            if last.error_id in _handled() or _shared(last.inputs, inputs):
+            if last.error_id in _handled() or _is_again(last, now):
                 self._raised.pop()
+        self._inputs_before, self._inputs = self._inputs, tuple(map(weakref.ref, now))
 
     def weight_comes(self, weight: float) -> None:
         """The user set a weight: if something raised before, it is not for that batch."""
@@ -322,17 +329,40 @@ def _handled() -> set[int]:
     return found
 
 
-def _shared(before: Iterable[weakref.ref[torch.Tensor]], now: Iterable[torch.Tensor]) -> bool:
-    """Whether a tensor of now lies where one of before lies."""
-    places = {_place(tensor) for tensor in (each() for each in before) if tensor is not None}
-    return any(_place(tensor) in places for tensor in now)
+def _is_again(last: Raised, now: Sequence[torch.Tensor]) -> bool:
+    """Whether these are the inputs of the forward that raised, or a part of them: see [Tried again]."""
+    before, raised = _places(last.before), _places(last.inputs)
+    places = [_place(tensor) for tensor in now]
+    telling = [place for place in places if not _overlap(place, before)]
+    return any(_overlap(place, raised) for place in telling or places)
 
 
-def _place(tensor: torch.Tensor) -> object:
+class Place(NamedTuple):
+    """Where a tensor lies."""
+
+    home: object  # its storage
+    begin: int
+    end: int
+
+
+def _places(seen: Seen) -> list[Place]:
+    return [_place(tensor) for tensor in (each() for each in seen) if tensor is not None]
+
+
+def _overlap(place: Place, others: Iterable[Place]) -> bool:
+    return any(place.home == each.home and place.begin < each.end and each.begin < place.end for each in others)
+
+
+def _place(tensor: torch.Tensor) -> Place:
     try:
-        return tensor.untyped_storage().data_ptr() or id(tensor)
+        home = tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # sparse, or of a subclass without a storage
-        return id(tensor)
+        home = 0
+    if not home or not tensor.numel():
+        return Place(("tensor", id(tensor)), 0, 1)
+    begin = int(tensor.storage_offset())
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return Place(home, begin * tensor.element_size(), (begin + last + 1) * tensor.element_size())
 
 
 def _said(error: BaseException) -> str:

@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from itertools import islice
 from types import FrameType, SimpleNamespace
 from typing import Any, Protocol
 
@@ -35,6 +36,7 @@ from gradsync.engine.bucket import Entry
 from gradsync.engine.user_hooks import GradientHook, UserHooks
 from gradsync.errors import GradSyncError
 
+_SEEN = 64  # inputs of a forward, at each level
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
@@ -54,7 +56,7 @@ class Forwards(Protocol):
     """Who hears of forwards that raise: see [A forward that raised]."""
 
     def forward_comes(self, inputs: Iterable[torch.Tensor]) -> None: ...
-    def forward_did(self, error: BaseException, inputs: Iterable[torch.Tensor]) -> None: ...
+    def forward_did(self, error: BaseException) -> None: ...
 
 
 class Hooks:
@@ -114,7 +116,7 @@ class Hooks:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not in_backward():
             self._handled, self._refused = id(sys.exception()), True
             if self._aborted is not None:
-                self._aborted.forward_comes(_tensors((args, kwargs)))
+                self._aborted.forward_comes(_given((*args, *kwargs.values())))
             self._listener.before_forward()
             self._refused = False
 
@@ -122,17 +124,17 @@ class Hooks:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             error = None if self._aborted is None else sys.exception()
             if error is not None and id(error) != self._handled:
-                self._raised(module, error, _tensors((args, kwargs)))
+                self._raised(module, error)
                 return
             for tensor in _tensors(output):
                 if tensor.grad_fn is not None:  # a leaf would keep the hook beyond this graph
                     tensor.register_hook(self._begins)
 
-    def _raised(self, module: torch.nn.Module, error: BaseException, inputs: Iterable[torch.Tensor]) -> None:
+    def _raised(self, module: torch.nn.Module, error: BaseException) -> None:
         """See [A forward that raised]."""
         refused, self._refused, self._handled = self._refused, False, id(None)
         if self._aborted is not None and module.training and not refused and not in_backward():
-            self._aborted.forward_did(error, inputs)
+            self._aborted.forward_did(error)
 
     def _begins(self, grad: torch.Tensor) -> None:
         self._listener.backward_begins()
@@ -241,6 +243,19 @@ def refuse_compiled_autograd(place: Callable[[], str]) -> None:
 def queue_callback(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward under way has ended, before `backward()` returns."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def _given(inputs: Iterable[Any], depth: int = 2) -> Iterator[torch.Tensor]:
+    """The tensors a forward is given; not all of large or deep inputs, since this is asked in every forward."""
+    for each in islice(inputs, _SEEN):
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif depth and isinstance(each, dict):
+            yield from _given(each.values(), depth - 1)
+        elif depth and isinstance(each, list | tuple):
+            yield from _given(each, depth - 1)
+        elif depth and dataclasses.is_dataclass(each):
+            yield from _given((getattr(each, field.name) for field in dataclasses.fields(each)), depth - 1)
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:
