@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -140,6 +142,24 @@ def check_detach() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_attach_and_detach_leave_the_model_as_it_was(ranks: int, run: Callable[..., Any]) -> None:
     run(check_detach, ranks=ranks)
+
+
+def check_nothing_is_kept() -> list[bool]:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = gs.attach(model, optimizer)
+    for _ in range(2):
+        model(torch.randn(2, 8)).sum().backward()
+        optimizer.step()
+    sync.detach()
+    held = [weakref.ref(sync), weakref.ref(next(model.parameters())), weakref.ref(sync._steps)]
+    del model, optimizer, sync
+    gc.collect()
+    return [each() is None for each in held]
+
+
+def test_a_detached_model_is_kept_by_nobody(run: Callable[..., Any]) -> None:
+    assert run(check_nothing_is_kept) == [[True] * 3] * 2
 
 
 def check_kept_gradients() -> None:

@@ -16,6 +16,7 @@ Note [Side by side]
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -28,16 +29,24 @@ Wait = Callable[[], None]
 Then = Callable[[], None]
 
 
-class _Backward(threading.local):
-    """The last one on this thread whose end has begun."""
-
-    task = -1
+class _Ends:
+    """What is to be waited for at the end of one backward; autograd keeps it until then."""
 
     def __init__(self) -> None:
         self.waits: list[tuple[Wait, Then]] = []
 
+    def run(self) -> None:
+        _run(self.waits)
 
-_last = _Backward()
+
+class _Last(threading.local):
+    """The last backward on this thread whose end has begun; it keeps nothing of the models, which may go."""
+
+    task = -1
+    ends: Callable[[], _Ends | None] = staticmethod(lambda: None)
+
+
+_last = _Last()
 
 
 def conclude(wait: Wait, then: Then) -> None:
@@ -46,10 +55,12 @@ def conclude(wait: Wait, then: Then) -> None:
     When all have ended `then` is called on this thread, unless that one's wait raised.
     """
     task = torch._C._current_graph_task_id()
-    if _last.task != task:
-        _last.task, _last.waits = task, []
-        queue_callback(partial(_run, _last.waits))
-    _last.waits.append((wait, then))
+    ends = _last.ends() if _last.task == task else None
+    if ends is None:
+        ends = _Ends()
+        _last.task, _last.ends = task, weakref.ref(ends)
+        queue_callback(ends.run)
+    ends.waits.append((wait, then))
 
 
 def _run(waits: list[tuple[Wait, Then]]) -> None:
