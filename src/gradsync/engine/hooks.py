@@ -137,7 +137,8 @@ class Hooks:
             self._aborted.forward_did(error)
 
     def _begins(self, grad: torch.Tensor) -> None:
-        self._listener.backward_begins()
+        if not in_transform():
+            self._listener.backward_begins()
 
     def _before_step(self, optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         """What is returned, `step` gets instead of its arguments: see [Closures]."""
@@ -227,6 +228,12 @@ def recomputing() -> bool:
 def in_backward() -> bool:
     """Whether this thread is inside a backward (as forward is when checkpointing recomputes it)."""
     return torch._C._current_graph_task_id() != -1
+
+
+def in_transform() -> bool:
+    """Whether a transform of `torch.func` runs: what `grad` or `jacrev` derive there is added to no `.grad`."""
+    level: int | None = torch._C._functorch.maybe_current_level()
+    return level is not None
 
 
 def refuse_compiled_autograd(place: Callable[[], str]) -> None:
