@@ -144,34 +144,42 @@ def test_one_rank_alone_steps_at_the_windows_end_too(run: Run) -> None:
         assert torch.equal(theirs, ours)
 
 
-def raises_once(arm: Arm) -> list[torch.Tensor]:
+def raises_once(arm: Arm, plan: str = "", steps: bool = True) -> list[torch.Tensor]:
     """A backward raises on one rank: no rank applies anything of that batch."""
     torch.manual_seed(0)
     model = Trapped()
     optimizer = torch.optim.SGD(model.parameters(), **LR)
-    sync = gs.attach(model, optimizer, gs.Plan(bucket_bytes=1024))
+    sync = gs.attach(model, optimizer, PLANS[plan] if plan else gs.Plan(bucket_bytes=1024))
     if arm == "after":
         step_in_backward(model)
     for step in range(4):
         Trap.armed = step == 2 and dist.get_rank() == 1
         with contextlib.suppress(ArithmeticError):
             model(data(step)).square().mean().backward()
+        if steps:
+            optimizer.step()
+            optimizer.zero_grad()
+    while sync.drain():
         optimizer.step()
-        optimizer.zero_grad()
     sync.detach()
     assert_replicas_equal(model)
     return list(model.parameters())
 
 
-def check_raising() -> None:
+def check_raising(plan: str = "") -> None:
     with pytest.warns(UserWarning, match="backward"):
-        theirs, ours = raises_once("outside"), raises_once("after")
-    for a, b in zip(theirs, ours, strict=True):
+        trained = [raises_once("outside", plan), raises_once("after", plan), raises_once("after", plan, steps=False)]
+    for a, b, c in zip(*trained, strict=True):
         assert torch.equal(a, b)
+        assert torch.equal(a, c)
 
 
 def test_a_batch_whose_backward_raised_is_applied_by_nobody(run: Run) -> None:
     run(check_raising)
+
+
+def test_under_delayed_a_hook_applies_the_average_that_was_due_once(run: Run) -> None:
+    run(check_raising, "delayed")
 
 
 def join_unevenly(arm: Arm) -> list[torch.Tensor]:

@@ -261,7 +261,7 @@ def _given(inputs: Iterable[Any], depth: int = 2) -> Iterator[torch.Tensor]:
             yield from _given(each.values(), depth - 1)
         elif depth and isinstance(each, list | tuple):
             yield from _given(each, depth - 1)
-        elif depth and dataclasses.is_dataclass(each):
+        elif depth and dataclasses.is_dataclass(each) and not isinstance(each, type):
             yield from _given((getattr(each, field.name) for field in dataclasses.fields(each)), depth - 1)
 
 

@@ -55,6 +55,7 @@ class Steps(Failing):
         self.turns = Turns(optimizers)
         self._census = Census(model, self._entries, ignored)
         self.user_hooks = UserHooks(self._entries)
+        self.user_hooks.ran = lambda: self.pace.hooks_ran()
         self.user_hooks.check = lambda name: check_hooked(self.plan, [name])
         self.install(engine)
         self._lock = threading.Lock()  # autograd has a thread per device, and each may bring the first gradient
@@ -141,6 +142,7 @@ class Steps(Failing):
     def after_step(self, optimizer: Optimizer, closure: bool) -> None:
         """`optimizer.step()` has run."""
         if self.user_hooks.delivering:
+            self.pace.stepped_by_hook(optimizer)
             return
         self.witness.optimizer_ends()
         self.turns.step_ended()

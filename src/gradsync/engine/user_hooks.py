@@ -100,6 +100,7 @@ class UserHooks:
     def __init__(self, entries: Sequence[Entry]) -> None:
         self.delivering = False  # inside a user's hook
         self.brought = b""  # not 0 for parameters of which a gradient has come, and hooks have not been called
+        self.ran: Callable[[], None] = ignore  # told when they have been called
         self.check: Callable[[str], None] = ignore  # raises where the hook of a parameter of that name cannot be served
         self._entries = entries
         self._others: dict[int, OrderedDict[int, Hook]] = {}  # of parameters that had any, by index
@@ -150,6 +151,7 @@ class UserHooks:
                         _call_all(self._others[index], param)
         finally:
             self.delivering = False
+        self.ran()
 
     def _added(self, entry: Entry, others: OrderedDict[int, Hook]) -> None:
         self.check(entry.name)

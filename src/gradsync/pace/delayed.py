@@ -113,6 +113,17 @@ class Late(Pace):
         if self._owed.done_by(optimizer):
             self._clear_owed()
 
+    def stepped_by_hook(self, optimizer: Optimizer) -> None:
+        if self._owed.done_by(optimizer):
+            self._clear_owed()
+
+    def hooks_ran(self) -> None:
+        if self._owed:
+            pairs = zip(self._params, self._handed, strict=True)
+            self._handed = [None if param.grad is None else grad for param, grad in pairs]
+            if all(grad is None for grad in self._handed):
+                self._clear_owed()
+
     def before_meeting(self, call: Call) -> None:
         self.settle()
 
