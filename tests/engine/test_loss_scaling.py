@@ -172,6 +172,28 @@ def test_a_step_without_gradients_is_nothing_special(what: str, expected: list[f
     assert run(step_without_gradients, what) == [expected] * 2
 
 
+def overflow_in_company() -> list[float]:
+    """Rank 0 is out of data when all skip a step, and has no update() of its own for it."""
+    model, optimizer, scaler = _model()
+    sync = gs.attach(model, optimizer, guard=gs.Guard(nonfinite="skip"), scaler=scaler)
+    scales = []
+    for epoch in range(2):
+        with sync.join():
+            for number in range(2 if dist.get_rank() == 0 else 4):
+                scaler.scale(_loss(model, INF if (epoch, number) == (0, 3) else number)).backward()
+                _apply(model, optimizer, scaler, clip=False)
+                scales.append(scaler.get_scale())
+    assert_replicas_equal(model)
+    sync.detach()
+    return scales
+
+
+def test_a_step_skipped_in_company_lowers_the_scale_once(run: Callable[..., Any]) -> None:
+    short, long = run(quietly, overflow_in_company)
+    assert long[3] == long[2] / 2
+    assert short == [*long[:2], *long[4:6]]
+
+
 def rescale_in_a_window() -> float:
     """Another optimizer's infinity lowers the scale while a window is open."""
     model, other = nn.Linear(1, 1, bias=False), nn.Parameter(torch.zeros(1))

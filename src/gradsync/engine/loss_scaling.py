@@ -78,6 +78,10 @@ class Following:
             _followers.setdefault(self.scaler, []).append(self._mine)
             self.scaler.__class__ = _tolerant(type(self.scaler))
 
+    def broadcast(self) -> None:
+        """The scale was made another rank's, which has followed what all skipped."""
+        self._mine.overflowed()
+
     def close(self) -> None:
         """Follow it no more; the last one leaves it as it was."""
         if self.scaler is None or self._mine not in _followers.get(self.scaler, []):

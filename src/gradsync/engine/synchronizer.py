@@ -167,6 +167,7 @@ class GradSync:
             for optimizer in self._optimizers:
                 broadcast_optimizer(self._lane, optimizer, source)
             broadcast_scaler(self._lane, self._scaling.scaler, source)
+            self._scaling.broadcast()
             self._steps.pace.reset()
             self._steps.turns.begin_anew()
 
