@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -288,6 +289,62 @@ def silent(model: nn.Module) -> None:
 
 def test_modules_without_parameters_may_come_later(run: Callable[..., Any]) -> None:
     assert run(find_words, silent) == ["", ""]
+
+
+class Statistic(nn.Module):
+    """Makes its buffer when it sees the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.register_buffer("seen", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.seen is None:
+            self.seen = x.detach().mean(0)
+        return self.layer(x)
+
+
+def registered_late(model: nn.Module) -> None:
+    model.register_buffer("late", torch.full((2,), float(dist.get_rank())))
+
+
+def counted_late(model: nn.Module) -> None:
+    """As a normalization put into a running model."""
+    model.add_module("counter", nn.BatchNorm1d(4, affine=False))
+
+
+def find_late_buffers(change: Callable[[nn.Module], Any] | None, buffers: Any) -> list[str]:
+    torch.manual_seed(0)
+    model = mlp() if change is not None else Statistic()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = gs.attach(model, optimizer, buffers=buffers)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            if step == 1 and change is not None:
+                change(model)
+            model(_data(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_replicas_equal(model)
+    sync.detach()
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (registered_late, "buffer late was"),
+        (None, "buffer seen was"),
+        (counted_late, "buffers counter.num_batches_tracked, counter.running_mean, counter.running_var were"),
+    ],
+)
+def test_a_buffer_that_came_after_attach_is_told_once(change: Any, names: str, run: Callable[..., Any]) -> None:
+    for told in run(find_late_buffers, change, "broadcast"):
+        assert len(told) == 1
+        assert f"{names} added after attach: each rank keeps its own" in told[0]
+    assert run(find_late_buffers, change, "none") == [[], []]
 
 
 def assign_gradients(pace: gs.Plan, detaches: bool) -> str:

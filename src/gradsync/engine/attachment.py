@@ -114,7 +114,8 @@ def attach_engine(
     terms: dict[str, Any] = {"buffers": buffers}
     terms |= {"nonfinite": guard.nonfinite, "max_skips": guard.max_skips, "drift": guard.drift}
     terms |= {} if auto is None else {"auto": auto.canonical()}
-    travelling = Buffers(inventory.buffers if buffers == "broadcast" else [])
+    travelling = Buffers(inventory.buffers, kept=buffers == "broadcast")
+    travelling.kept &= size > 1  # one rank alone is equal to itself
     findings = Findings(guard.max_skips)
     watch = Watch(inventory.entries, optimizers, scaler, guard, findings, size)
     builder = Builder(parent, optimizers, inventory, travelling, guard, scaler, always, findings, watch, terms)

@@ -5,8 +5,9 @@ Looked at before every forward, so only identities and counts are compared, no n
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import NoReturn
 
 import torch
@@ -20,8 +21,11 @@ from gradsync.errors import GradSyncError
 class Census:
     """What the model consisted of at attach."""
 
-    def __init__(self, model: torch.nn.Module, entries: list[Entry], ignored: set[int]) -> None:
+    def __init__(self, model: torch.nn.Module, entries: list[Entry], ignored: set[int], buffers: bool) -> None:
+        """`buffers`: whether the model's buffers are to be kept equal."""
         self._entries = entries
+        self._keeps_buffers = buffers
+        self._buffers: set[str] | None = None  # their names, once noted
         self.place: Callable[[], str] = str  # where this rank is, for errors
         self._known = {id(entry.param) for entry in entries} | ignored
         self._model = weakref.ref(model)
@@ -44,6 +48,9 @@ class Census:
                 self._look_again(key)
         for table, count in self._counts:
             if len(table) != count:
+                self._look_again("the model")
+        for buffers, key in self._vacant:
+            if buffers.get(key) is not None:
                 self._look_again("the model")
         for entry, dtype, device in self._forms:
             if entry.param.dtype != dtype or entry.param.device != device:
@@ -78,7 +85,26 @@ class Census:
         """These are its modules now."""
         modules = list(model.modules())
         self._children = [(m._modules, key, child) for m in modules for key, child in m._modules.items()]
-        self._counts = [(table, len(table)) for m in modules for table in (m._parameters, m._modules)]
+        self._counts: list[tuple[Sized, int]] = [
+            (table, len(table)) for m in modules for table in (m._parameters, m._modules)
+        ]
+        self._vacant: list[tuple[dict[str, torch.Tensor | None], str]] = []
+        if self._keeps_buffers:
+            self._counts += [(m._buffers, len(m._buffers)) for m in modules]
+            self._vacant = [(m._buffers, key) for m in modules for key, value in m._buffers.items() if value is None]
+            self._note_buffers({clean(name) for name, _ in model.named_buffers(remove_duplicate=False)})
+
+    def _note_buffers(self, names: set[str]) -> None:
+        """These are its buffers now; what came later is each rank's own, which may be meant: said, and no error."""
+        late = sorted(names - self._buffers) if self._buffers is not None else []
+        self._buffers = names
+        if late:
+            warnings.warn(
+                f"{self.place()} {_several(late, 'buffer')} added after attach: each rank keeps its own, while those "
+                "of before are rank 0's on every rank. If they have to be equal, attach once they are there; if none "
+                'has to, gs.attach(..., buffers="none")',
+                stacklevel=6,
+            )
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raise if the optimizer is about to apply a gradient that nobody averaged."""
@@ -121,12 +147,12 @@ class Census:
         )
 
 
-def _several(names: list[str]) -> str:
+def _several(names: list[str], what: str = "parameter") -> str:
     """
     >>> _several(["a.weight"]), _several(["a.weight", "a.bias", "b.weight", "b.bias"])
     ('parameter a.weight was', 'parameters a.weight, a.bias, b.weight and 1 more were')
     """
     if len(names) == 1:
-        return f"parameter {names[0]} was"
+        return f"{what} {names[0]} was"
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"parameters {', '.join(names[:3])}{more} were"
+    return f"{what}s {', '.join(names[:3])}{more} were"

@@ -82,7 +82,7 @@ class Reducer:
         self.logbook = Logbook()
         self._plan = plan
         self._guard = guard
-        self._buffers = buffers
+        self.buffers = buffers
         self._names = [entry.name for entry in entries]
         self.number = 0  # of the backward, to tell one from the next
         self._streaming = False  # whether buckets leave during this backward
@@ -219,7 +219,7 @@ class Reducer:
             self._launch_buckets()
         elif self._guard.nonfinite != "allow" and self._scale:
             self._spot = spot((e, e.param.grad) for e in self.entries if e.param.grad is not None)
-        self._buffers.launch(self.lane, source)
+        self.buffers.launch(self.lane, source)
         self._launch_header(micro_batches, flags, num_steps)
 
     def settle_first(self) -> None:
@@ -252,7 +252,7 @@ class Reducer:
             self._hand_out(headers)
         self.brought = b"" if self.dropped else headers.any(Mark.USED)
         self.delivered = any(self.brought)
-        self._buffers.finish(self.lane)
+        self.buffers.finish(self.lane)
         unit = self.weighting.unit
         self.weighting.follow(headers)
         self.shipping.rescale(unit / self.weighting.unit)  # what is kept is in the unit of what comes next

@@ -73,9 +73,11 @@ class BufferSite(NamedTuple):
 class Buffers:
     """The model's buffers: the source's values go to all ranks with every synchronization."""
 
-    def __init__(self, sites: list[BufferSite]) -> None:
-        self._sites = sites
-        self._forms = [_form(site.tensor) for site in sites]
+    def __init__(self, sites: list[BufferSite], kept: bool = True) -> None:
+        """`kept`: whether they are to be equal."""
+        self.kept = kept
+        self._sites = sites if kept else []
+        self._forms = [_form(site.tensor) for site in self._sites]
         self._under_way: list[tuple[torch.Tensor, Ticket, list[torch.Tensor]]] = []
 
     def tensors(self) -> list[torch.Tensor]:

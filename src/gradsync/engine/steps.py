@@ -53,7 +53,7 @@ class Steps(Failing):
         self.launched: Callable[[], None] | None = None  # how the synchronization that was launched goes on
         self._late_hooks = LateHooks()
         self.turns = Turns(optimizers)
-        self._census = Census(model, self._entries, ignored)
+        self._census = Census(model, self._entries, ignored, engine.reducer.buffers.kept)
         self.user_hooks = UserHooks(self._entries)
         self.user_hooks.ran = lambda: self.pace.hooks_ran()
         self.user_hooks.check = lambda name: check_hooked(self.plan, [name])
