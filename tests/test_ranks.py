@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import signal
 import struct
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -226,3 +228,25 @@ def test_spawn_returns_values_and_leaves_nothing_behind(tmp_path: Path, monkeypa
     assert set(multiprocessing.active_children()) <= children
     assert threading.enumerate() == threads
     assert list(tmp_path.iterdir()) == []
+
+
+SCRIPT = """
+import gradsync as gs
+
+gs.init()
+
+def work():
+    return 1
+
+if __name__ == "__main__":
+    gs.spawn(work, 2)
+"""
+
+
+def test_a_script_that_makes_its_group_on_import_is_told_where_to_make_it(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 1
+    assert "the script made a process group when this rank imported it" in ran.stderr
+    assert 'below `if __name__ == "__main__":`' in ran.stderr

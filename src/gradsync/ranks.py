@@ -328,6 +328,12 @@ def _run(
 ) -> tuple[bool, Any, str]:
     torch.set_num_threads(threads)
     try:
+        if dist.is_initialized():
+            where = "the script" if fn.__module__ == "__mp_main__" else fn.__module__
+            raise RuntimeError(
+                f"{where} made a process group when this rank imported it, and spawn makes one: keep gs.init() and "
+                'what follows it below `if __name__ == "__main__":`, or in a function'
+            )
         dist.init_process_group(
             "cpu:gloo,cuda:gloo" if torch.cuda.is_available() else "gloo",
             store=FileStore(store, world_size),
