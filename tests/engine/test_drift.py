@@ -74,6 +74,13 @@ def happen(what: str, policy: Any, ranks: Any = None) -> Told:
     return train(happening, 5, 1, 70, gs.Guard(drift=policy), still_after=5)
 
 
+@pytest.mark.parametrize(("ranks", "way"), [(2, "sync.broadcast()"), (3, 'gs.Guard(drift="repair")')])
+def test_the_way_out_is_one_that_works(ranks: int, way: str, run: Any) -> None:
+    """Of two replicas that differ nobody can tell which is right, and a repair would raise."""
+    for told in run(happen, "lr", "warn", ranks=ranks):
+        assert way in told.warned[0]
+
+
 def test_a_learning_rate_that_differs_is_named_before_what_it_causes(run: Any) -> None:
     for told in run(happen, "lr", "warn", ranks=3):
         ((_, what, ranks, parameter, _, text),) = told.lines

@@ -92,16 +92,19 @@ class Inquest:
     def _act(
         self, lane: Lane, differences: list[Difference], held: dict[str, Holding], text: str, parameter: str | None
     ) -> None:
+        decided = all(each.decided for each in differences)
         if self._policy == "warn":
+            mends = 'have such things repaired with gs.Guard(drift="repair")'
+            if not decided:  # then a repair raises
+                mends = "make all equal to rank 0 with sync.broadcast(), on every rank"
             warnings.warn(
-                f"{lane.place()} the replicas differ: {text}. Restart from the last checkpoint, or have such things "
-                'repaired with gs.Guard(drift="repair")',
+                f"{lane.place()} the replicas differ: {text}. Restart from the last checkpoint, or {mends}",
                 stacklevel=5,
             )
             return
         if self._policy == "raise":
             raise Disagreement(f"the replicas differ: {text}. {_RESTART}")
-        if not all(each.decided for each in differences):
+        if not decided:
             raise Disagreement(f"the replicas differ: {text}{_UNDECIDED}. {_RESTART}")
         self._repair(lane, differences, held, text)
         self._known = set()
