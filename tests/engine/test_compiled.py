@@ -117,3 +117,23 @@ def test_compiled_autograd_is_refused_in_the_first_step(by: str, called: str, ru
             "torch.compile of the model or of its blocks works"
         )
         assert second == first
+
+
+def weigh_differently(how: How) -> str:
+    model = Net(False)
+    sync = gs.attach(model, plan=gs.Plan(pace=gs.accumulate(2)))
+    forward = compiled(model, how)
+    said = ""
+    for weight in (1.0, 3.0):
+        sync.set_batch_weight(weight)
+        try:
+            forward(torch.ones(2, 8)).square().mean().backward()
+        except gs.GradSyncError as error:
+            said = str(error)
+    sync.detach()
+    return said
+
+
+def test_what_a_compiled_model_cannot_tell_its_blocks_can(run: Run) -> None:
+    assert all("compile its blocks instead" in said for said in run(weigh_differently, "whole"))
+    assert run(weigh_differently, "blocks") == ["", ""]

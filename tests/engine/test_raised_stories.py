@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from raising import BACKWARDS, BATCHES, WIDTH, Line, gradient
+from raising import BACKWARDS, BATCHES, WIDTH, Line, Loader, gradient
 from torch.amp import GradScaler
 from torch.autograd.variable import Variable
 from torch.utils.checkpoint import checkpoint
@@ -212,6 +212,28 @@ def try_again(how: str) -> float:
 @pytest.mark.parametrize("how", ["in the except block", "later", "with a part of it"])
 def test_a_forward_that_is_tried_again_was_not_skipped(how: str, run: Ranks) -> None:
     assert run(quietly, try_again, how) == applied(0, 1, 2)
+
+
+def load_for_two_models(steps: bool) -> list[float]:
+    """A loader raises once under the data() of both."""
+    runs = [Run(), Run()]
+    batches = Loader([gradient(batch, runs[0].rank) for batch in range(5)], 2 if runs[0].rank == 1 else None)
+    loader = runs[1].sync.data(runs[0].sync.data(batches))
+    for _ in range(5):
+        steps_now = steps
+        with runs[0].caught():
+            _, value = next(loader)
+            torch.stack([run.model(torch.full((WIDTH,), value)) for run in runs]).sum().backward()
+            steps_now = True
+        for run in runs if steps_now else ():
+            run.step()
+    return [run.end() for run in runs]
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_a_loader_under_both_is_heard_by_two_models(steps: bool, run: Ranks) -> None:
+    expected = applied(0, 1, 3, 4)
+    assert run(quietly, load_for_two_models, steps) == [[weight] * 2 for weight in expected]
 
 
 class Masked(Line):

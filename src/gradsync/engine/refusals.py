@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from gradsync.errors import BackwardAborted, GradSyncError
 
+_COMPILED = "if the whole model is under torch.compile, compile its blocks instead (block.compile())"
+
 
 def differentiable(place: str) -> BackwardAborted:
     """A backward that makes a graph of itself."""
@@ -26,7 +28,7 @@ def weighed_late(place: str) -> GradSyncError:
     """Another weight, which is heard of when gradients have come."""
     return GradSyncError(
         f"{place} micro-batches that weigh differently need to be known before their gradients come: call the model "
-        "itself, not its parts"
+        f"itself, not its parts; {_COMPILED}"
     )
 
 
@@ -35,7 +37,7 @@ def mixed_up(place: str) -> GradSyncError:
     return GradSyncError(
         f"{place} a backward raised, and another one has begun without a call of the model or of optimizer.step() "
         "between them, so their gradients cannot be told apart: after a backward that raised call optimizer.step(), "
-        "which applies nothing, or call the model itself and not its parts"
+        f"which applies nothing, or call the model itself and not its parts; {_COMPILED}"
     )
 
 
