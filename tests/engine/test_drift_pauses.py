@@ -32,6 +32,35 @@ def step(model: nn.Module, opt: torch.optim.Optimizer) -> None:
     opt.zero_grad()
 
 
+def differ_and_broadcast() -> tuple[int, list[str]]:
+    """The model is large enough that each step digests something of it."""
+    torch.manual_seed(0)
+    model = nn.Linear(32, 32)
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    sync = gs.attach(model, opt, guard=gs.Guard(drift="warn"))
+    torch.manual_seed(dist.get_rank())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(20):
+            if number == 2 and dist.get_rank():
+                opt.param_groups[0]["lr"] = 0.5
+            if number == 10:
+                sync.broadcast()
+            model(torch.randn(2, 32)).square().sum().backward()
+            opt.step()
+            opt.zero_grad()
+    findings = sync.stats()["drift_findings"]
+    sync.detach()
+    return findings, [str(warning.message) for warning in caught]
+
+
+def test_after_a_broadcast_nothing_of_before_is_told(run: Any) -> None:
+    for findings, told in run(differ_and_broadcast):
+        assert findings == len(told)
+        assert told
+        assert not any("it has passed" in text for text in told)
+
+
 def join_unevenly() -> tuple[int, int, list[str]]:
     """Findings inside join(), where rank 0 has 90 batches and rank 1 has 5; and after it."""
     model, opt = model_and_optimizer()

@@ -170,6 +170,7 @@ class GradSync:
             self._scaling.broadcast()
             self._steps.pace.reset()
             self._steps.turns.begin_anew()
+            self._reducer.watch.made_equal()
 
     def data(self, batches: Iterable[T]) -> Iterator[T]:
         """The same batches; where the loader raises, all ranks drop that batch, and the next one may be asked for.

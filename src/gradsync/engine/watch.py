@@ -54,6 +54,10 @@ class Watch:
         """Entries have other parameters from now on: look anew at what is digested."""
         self._vitals.replaced()
 
+    def made_equal(self) -> None:
+        """All replicas are equal from now on: what was digested before says nothing any more."""
+        self._vitals.forget()
+
     def hear(self, headers: Headers, lane: Lane) -> Callable[[], None]:
         """Compare what all ranks said in one header; returns what they do about it, all at the same place."""
         if not self._on:
