@@ -386,7 +386,8 @@ REFUSALS: dict[str, tuple[Callable[[], Arguments], str]] = {
     "another model's optimizer": (
         lambda: on_model(net(), optimizer=SGD(nn.Linear(5, 6).parameters())),
         "ValueError: SGD holds a parameter of shape (6, 5) that the model does not have; "
-        "make the optimizer from this model's parameters, after any change to them",
+        "make the optimizer from this model's parameters, after any change to them, or, if it trains several models, "
+        "attach each of them without it: gs.attach(model)",
     ),
     "no optimizer": (
         lambda: on_model(net(), optimizer="SGD"),

@@ -178,7 +178,8 @@ def _refuse_optimizers(entries: list[Entry], optimizers: Sequence[Optimizer], ig
                 if id(param) not in known:
                     raise ValueError(
                         f"{type(optimizer).__name__} holds a parameter of shape {tuple(param.shape)} that the model "
-                        "does not have; make the optimizer from this model's parameters, after any change to them"
+                        "does not have; make the optimizer from this model's parameters, after any change to them, or, "
+                        "if it trains several models, attach each of them without it: gs.attach(model)"
                     )
 
 

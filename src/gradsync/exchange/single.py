@@ -77,7 +77,7 @@ def shared_empty(
     Every rank of the group calls this at once, with the same shape and dtype. It holds zeros. The memory has no
     name and goes when the tensor goes.
     """
-    numbers = (shape,) if isinstance(shape, int) else tuple(shape)
+    numbers = tuple(shape) if isinstance(shape, Sequence) else (shape,)
     if not all(isinstance(number, int) and number >= 0 for number in numbers):
         raise ValueError(f"shape must be a whole number of at least 0, or several, got {shape!r}")
     dtype = torch.get_default_dtype() if dtype is None else dtype
