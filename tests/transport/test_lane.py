@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -58,6 +58,8 @@ class Peers:
         self.looks: Iterator[Any] = iter(())
         self.now = {1: waiting(), 2: waiting()}
         self.culprits: list[int] = []
+        self.ahead = False
+        self.orphan()
 
     def at(self, step: int, phase: Phase, bucket: int = -1, culprits: tuple[int, ...] = ()) -> None:
         self.state = State(0, step, phase, bucket, culprits)
@@ -76,7 +78,11 @@ class Peers:
 
     def watch(self, waiting: bool) -> None: ...
 
-    def orphan(self) -> None: ...
+    def orphan(self, may_end: Callable[[], bool] = bool, last_act: Callable[[], object] = int) -> None:
+        self.may_end, self.last_act = may_end, last_act
+
+    def is_ahead(self) -> bool:
+        return self.ahead
 
     def pid(self, rank: int) -> int | None:
         return 100 + rank
@@ -258,10 +264,44 @@ def test_cut_wires_end_and_listening_sockets_stay(listener: socket.socket) -> No
         pass
 
 
-def test_what_is_under_way_is_ended_with_the_lane(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_under_way_is_ended_at_exit(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
     lane = make(peers, timeout=30)
     work, ticket = launch(lane)
     monkeypatch.setattr(ending, "cut", lambda wires: work.fail())
-    del lane
+    lane._end()
     assert ticket.landed(0)
     assert not ticket.succeeded
+
+
+def test_a_dropped_lane_ends_when_nothing_is_under_way_and_nobody_is_behind(peers: Peers) -> None:
+    lane = make(peers, timeout=30)
+    work, _ = launch(lane)
+    del lane
+    assert not peers.may_end()
+    work.complete()
+    peers.ahead = True
+    assert not peers.may_end()
+    peers.ahead = False
+    assert peers.may_end()
+
+
+def test_or_when_its_time_is_over(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
+    lane = make(peers, timeout=0.0)
+    work, ticket = launch(lane)
+    monkeypatch.setattr(ending, "cut", lambda wires: work.fail())
+    del lane
+    assert peers.may_end()
+    assert not ticket.landed(0)
+    wind_up = peers.last_act
+    wind_up()
+    assert ticket.landed(0)
+    assert not ticket.succeeded
+
+
+def test_one_that_gave_up_ends_at_once(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
+    lane = make(peers, timeout=30)
+    work, ticket = launch(lane)
+    monkeypatch.setattr(ending, "cut", lambda wires: work.fail())
+    lane.fail()
+    del lane
+    assert ticket.landed(0)

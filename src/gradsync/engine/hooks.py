@@ -9,6 +9,15 @@ Note [A forward that raised]
     The hook behind forward is called even then, while that exception is handled: another one than before forward, which
     may itself have been called from an `except` block. In eval mode nobody waits for a backward.
 
+Note [Who keeps whom]
+    PyTorch never collects a parameter that its own post-accumulate hook refers to: autograd keeps such hooks in C++,
+    where Python's collector does not look. So ours refer to us weakly, and it is a plain attribute of the parameter
+    that keeps us. That circle the collector sees: whoever drops the model without `detach()` has dropped it all, and
+    who drops only the GradSync goes on training.
+
+        model ─▶ parameter ─▶ attribute ─▶ Hooks ─▶ engine ─▶ parameter
+                     └─▶ hook (C++) ┄┄weak┄┄▶┘
+
 Note [Closures]
     `optimizer.step(closure)` runs backward inside of step. What is due before a step (to take part in what this rank's
     backward missed, to take gradients away) is then due when the closure has run, and before it returns: the
@@ -20,6 +29,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -70,8 +80,8 @@ class Hooks:
         user_hooks: UserHooks | None = None,
         aborted: Forwards | None = None,
     ) -> None:
-        """Without `user_hooks` it is an observer's: parameters do not keep the listener, which ends with `model`, a
-        wrapper that they may survive, and the users' hooks are autograd's affair."""
+        """Without `user_hooks` it is an observer's: parameters do not keep it, which ends with `model`, a wrapper that
+        they may survive, and the users' hooks are autograd's affair."""
         self._listener = listener
         self._user_hooks = user_hooks
         self._aborted = aborted
@@ -85,16 +95,23 @@ class Hooks:
             self.handles.append(optimizer.register_step_pre_hook(self._before_step))
             self.handles.append(optimizer.register_step_post_hook(self._after_step))
         self._hooked: set[int] = set()
+        self._heard: list[Entry] = []  # in the order of their hooks
+        self._arrived = listener.arrived
 
     def listen(self, entries: Iterable[Entry]) -> None:
         """Hear of the gradients of those that require one."""
         arrived = self._listener.arrived
+        me = weakref.ref(self)
         for entry in entries:
             if entry.param.requires_grad and entry.index not in self._hooked:
-                hook = GradientHook(weakly(arrived) if self._user_hooks is None else arrived, entry)
-                hook.observes = self._user_hooks is None
-                if self._user_hooks is not None:
+                if self._user_hooks is None:
+                    hook = GradientHook(weakly(arrived), entry)
+                    hook.observes = True
+                else:
+                    hook = GradientHook(_arrived, me, len(self._heard))
+                    self._heard.append(entry)
                     self._user_hooks.take_over(entry)
+                    entry.param._kept_for_hooks = KeptHooks(self)  # type: ignore[attr-defined]
                 self.handles.append(entry.param.register_post_accumulate_grad_hook(hook))
                 self._hooked.add(entry.index)
 
@@ -110,6 +127,8 @@ class Hooks:
 
     def remove(self) -> None:
         take_off(self.handles)
+        for entry in self._heard:
+            vars(entry.param).pop("_kept_for_hooks", None)
 
     def _before_forward(self, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> None:
         # While a compiler traces the model, a hook must not leave a trace: see [Who begins a backward].
@@ -173,6 +192,30 @@ class Hooks:
         return partial(SimpleNamespace, _before_forward=nothing, _after_forward=nothing), ()
 
 
+class KeptHooks:
+    """What a parameter has of us; a copy or a pickle of it has nothing."""
+
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks = hooks
+
+    def __deepcopy__(self, memo: object) -> OrderedDict[str, object]:
+        return OrderedDict()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, ()
+
+
+def _arrived(reference: weakref.ref[Hooks], number: int, param: torch.Tensor) -> None:
+    """A gradient has been accumulated. Part of the hottest path."""
+    hooks = reference()
+    if hooks is None:
+        raise GradSyncError(
+            f"a parameter of shape {tuple(param.shape)} is attached, and nothing averages it: its attributes were "
+            "cleared, which kept its GradSync; keep what attach returns, or call detach() on it first"
+        )
+    hooks._arrived(hooks._heard[number], param)
+
+
 class _Silent:
     """A listener that hears nothing."""
 
@@ -187,7 +230,7 @@ class _Silent:
 def _silent_hooks() -> Hooks:
     hooks = Hooks.__new__(Hooks)
     hooks._listener, hooks.handles, hooks._hooked, hooks._user_hooks = _Silent(), [], set(), None
-    hooks._aborted, hooks._handled, hooks._refused = None, id(None), False
+    hooks._aborted, hooks._handled, hooks._refused, hooks._heard = None, id(None), False, []
     return hooks
 
 

@@ -22,6 +22,7 @@ class Leaving:
         self._look = partial(_look, weakref.ref(steps))
         if steps.reducer.lane.groups.size > 1:
             atexit.register(self._look)  # after the lane's, so it is called before that one leaves
+            weakref.finalize(steps, atexit.unregister, self._look).atexit = False
 
     def close(self) -> None:
         """All ranks know that this one leaves."""

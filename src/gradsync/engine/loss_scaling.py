@@ -31,12 +31,19 @@ class ScaledSteps:
     """What a scaler asks of one GradSync."""
 
     def __init__(self, steps: Steps) -> None:
-        self._steps = steps
+        self._reference = weakref.ref(steps)  # a scaler may outlive a model that was dropped
         self._num_skipped = 0  # steps that were dropped for a NaN or Inf, as far as the scale has followed
+
+    @property
+    def _steps(self) -> Steps:
+        steps = self._reference()
+        assert steps is not None, "an optimizer keeps it that is about to step"
+        return steps
 
     def has(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer's steps are looked after."""
-        return self._steps.listens and self._steps.turns.knows(optimizer)
+        steps = self._reference()
+        return steps is not None and steps.listens and steps.turns.knows(optimizer)
 
     def before(self, optimizer: Optimizer) -> None:
         """It looks for gradients: a synchronization that this rank's backward missed comes first."""
@@ -51,16 +58,21 @@ class ScaledSteps:
 
     def overflowed(self) -> bool:
         """Whether all ranks have dropped a step for a NaN or Inf since this was asked last."""
-        before, self._num_skipped = self._num_skipped, self._steps.reducer.findings.skipped_steps
+        steps, before = self._reference(), self._num_skipped
+        if steps is not None:
+            self._num_skipped = steps.reducer.findings.skipped_steps
         return self._num_skipped > before
 
     def keeps_gradients(self) -> bool:
         """Whether there are gradients of the scale of now that are not to be applied yet."""
-        return self._steps.pace.mid_window
+        steps = self._reference()
+        return steps is not None and steps.pace.mid_window
 
     def rescale(self, ratio: torch.Tensor) -> None:
         """The scale was multiplied by this."""
-        self._steps.pace.rescale(ratio)
+        steps = self._reference()
+        if steps is not None:
+            steps.pace.rescale(ratio)
 
 
 # Beside the scaler, not in it: its copies and pickles are stock ones.

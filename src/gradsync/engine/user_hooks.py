@@ -14,6 +14,7 @@ Note [Whose hooks autograd calls]
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -114,7 +115,7 @@ class UserHooks:
         if not isinstance(hooks, ParameterHooks):
             hooks = ParameterHooks(OrderedDict() if hooks is None else hooks)
             entry.param._post_accumulate_grad_hooks = hooks
-        hooks.added = partial(self._added, entry, hooks.others)
+        hooks.added = partial(_added, weakref.ref(self), entry.index)  # see [Who keeps whom] in hooks.py
         if hooks.others:
             hooks.added()
 
@@ -153,9 +154,11 @@ class UserHooks:
             self.delivering = False
         self.ran()
 
-    def _added(self, entry: Entry, others: OrderedDict[int, Hook]) -> None:
+    def note(self, index: int) -> None:
+        """A hook is added to this parameter."""
+        entry = self._entries[index]
         self.check(entry.name)
-        self._others[entry.index] = others
+        self._others[index] = entry.param._post_accumulate_grad_hooks.others  # type: ignore[attr-defined]
 
 
 def hooked(entries: Iterable[Entry]) -> list[str]:
@@ -182,6 +185,12 @@ def _step_optimizers(param: torch.Tensor) -> None:
     for optimizer in param._in_backward_optimizers:  # type: ignore[attr-defined]
         optimizer.step()
     param.grad = None
+
+
+def _added(reference: weakref.ref[UserHooks], index: int) -> None:
+    user_hooks = reference()
+    if user_hooks is not None:
+        user_hooks.note(index)
 
 
 def _call_all(others: OrderedDict[int, Hook], param: torch.Tensor) -> None:

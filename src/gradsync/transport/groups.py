@@ -191,6 +191,11 @@ class Groups:
             if channel is not None:
                 channel.close()
 
+    @property
+    def on_host(self) -> bool:
+        """Whether no channel is a stream's affair."""
+        return all(channel.on_host for channel in (self.first, *self.data.values()) if channel is not None)
+
     def meeting_place(self) -> Store:
         """The store in which the ranks meet."""
         return self.store or dist.distributed_c10d._get_default_store()

@@ -38,7 +38,7 @@ from gradsync.policy import Guard
 from gradsync.transport.clock import Awake
 from gradsync.transport.connecting import Attempt
 from gradsync.transport.courier import Courier
-from gradsync.transport.ending import abandon
+from gradsync.transport.ending import Estate, abandon, let_go
 from gradsync.transport.groups import Groups, group_of
 from gradsync.transport.liveness import Liveness
 from gradsync.transport.page import Phase
@@ -93,9 +93,10 @@ class Lane:
         ours = weakref.WeakMethod(self.connect)  # the groups must not keep the lane
         groups.connect = lambda make, what: _held(ours)(make, what)
         # At exit: a collective that fails after the interpreter is gone would crash the process.
-        self._end = weakref.finalize(
-            self, abandon, self._under_way, groups, self._house, self._couriers, liveness, os.getpid()
-        )
+        estate = Estate(self._under_way, groups, self._house, self._couriers, liveness, os.getpid())
+        self._end = weakref.finalize(self, abandon, estate)
+        self._dropped = weakref.finalize(self, let_go, estate, timeout)  # the later one is called first
+        self._dropped.atexit = False
 
     @property
     def warn_after(self) -> float:
@@ -256,6 +257,7 @@ class Lane:
 
     def close(self, together: bool) -> None:
         """Leave; `together` if all ranks came to this, so that nothing is under way."""
+        self._dropped.detach()
         self.liveness.close()
         if together:
             for courier in self._couriers:

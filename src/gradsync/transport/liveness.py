@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 
 from gradsync.errors import SyncTimeout
 from gradsync.links import Hosts
@@ -58,6 +59,8 @@ class Liveness:
         self._closed = False
         self._closing = threading.Lock()
         self._orphaned = False
+        self._may_end: Callable[[], bool] = _now  # when it was orphaned: whether the thread may end,
+        self._last_act: Callable[[], None] = _nothing  # and what it does then
         self._curious = False
         me = weakref.ref(self)  # with more, the two would keep each other, and the store, until a collection
         self._meeting = Meeting(groups, self._page, lambda: _state_of(me()))
@@ -151,9 +154,7 @@ class Liveness:
         # In a forked child the page is still the parent's, and its lock may be held by nobody.
         if self._closed or os.getpid() != self._pid:
             return
-        if self._state.phase not in (Phase.FAILED, Phase.LOST_PEER):
-            # At exit: the interpreter knows whether it ends by an exception.
-            self.at(self._state.step, Phase.LEFT if getattr(sys, "last_value", None) is None else Phase.FAILED)
+        self._leave()
         self._stop.set()
         # The garbage collector may have us closed by any thread, this one too.
         if self._thread.is_alive() and self._thread is not threading.current_thread():
@@ -162,12 +163,22 @@ class Liveness:
             if not self._closed:
                 self._finish()
 
-    def orphan(self) -> None:
-        """Nobody will close this any more: the thread does, in its time.
+    def orphan(self, may_end: Callable[[], bool] | None = None, last_act: Callable[[], None] | None = None) -> None:
+        """Nobody will close this any more: the thread does, as soon as it may, and before that what else is to be done.
 
         Called by the garbage collector, perhaps in that thread and while it holds a lock: so nothing else is done here.
         """
-        self._orphaned = True
+        self._may_end, self._last_act = may_end or self._may_end, last_act or self._last_act
+        self._orphaned = self._curious = True
+
+    def is_ahead(self) -> bool:
+        """Whether a rank that lives has not come as far as this one, and may still need it."""
+        return any(not sight.stopped and sight.state.step < self._state.step for sight in self.sights().values())
+
+    def _leave(self) -> None:
+        if self._state.phase not in (Phase.FAILED, Phase.LOST_PEER):
+            # At exit: the interpreter knows whether it ends by an exception.
+            self.at(self._state.step, Phase.LEFT if getattr(sys, "last_value", None) is None else Phase.FAILED)
 
     def _finish(self) -> None:
         atexit.unregister(self.close)
@@ -213,9 +224,8 @@ class Liveness:
     def _beat(self) -> None:
         last = time.monotonic()
         while not self._stop.wait(_TICK_S):
-            if self._orphaned:
-                self.close()
-                return
+            if self._orphaned and self._may_end():
+                break
             now = time.monotonic()
             elapsed = min(now - last, _AWAKE_S)
             last = now
@@ -228,6 +238,17 @@ class Liveness:
                 peer.listen(elapsed)
             if self._mailbox is not None:
                 self._speak_for_the_held(self._mailbox)
+        if self._orphaned:
+            self._leave()  # the others know before a connection ends
+            self._last_act()  # the process does not exit meanwhile: `close` waits for this thread
+            self.close()
+
+
+def _now() -> bool:
+    return True
+
+
+def _nothing() -> None: ...
 
 
 def _state_of(liveness: Liveness | None) -> State:
