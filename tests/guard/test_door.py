@@ -406,6 +406,10 @@ REFUSALS: dict[str, tuple[Callable[[], Arguments], str]] = {
         lambda: on_model(net(), ignore=torch.ones(2)),
         "TypeError: ignore takes a list of names or tensors, got a tensor of shape [2]: put it into a list",
     ),
+    "a tensor of no model to ignore": (
+        lambda: on_model(net(), ignore=[torch.zeros(2, 3, dtype=torch.float32, device="cpu")]),
+        "ValueError: ignore holds a tensor of shape (2, 3), which is none of the model's",
+    ),
     "a number to ignore": (lambda: on_model(net(), ignore=[3]), "TypeError: ignore takes names or tensors, got 3"),
     "an expanded buffer": (
         lambda: on_model(with_expanded_buffer()),

@@ -91,9 +91,15 @@ def _read_ignore(model: torch.nn.Module, ignore: Iterable[Any]) -> set[int]:
     check_ignore(ignore)
     every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     named = {clean(name): tensor for name, tensor in every}
+    of_the_model = {id(tensor) for _, tensor in every}
     ignored: set[int] = set()
     for each in ignore:
         if isinstance(each, torch.Tensor):
+            if id(each) not in of_the_model:
+                raise ValueError(
+                    f"ignore holds a tensor of shape {tuple(each.shape)}, which is none of the model's; "
+                    "pass the parameter or buffer itself, no copy of it, or its name"
+                )
             ignored.add(id(each))
         elif not isinstance(each, str):
             raise TypeError(f"ignore takes names or tensors, got {each!r}")
