@@ -408,7 +408,8 @@ REFUSALS: dict[str, tuple[Callable[[], Arguments], str]] = {
     ),
     "a tensor of no model to ignore": (
         lambda: on_model(net(), ignore=[torch.zeros(2, 3, dtype=torch.float32, device="cpu")]),
-        "ValueError: ignore holds a tensor of shape (2, 3), which is none of the model's",
+        "ValueError: ignore holds a tensor of shape (2, 3), which is none of the model's; "
+        "pass the parameter or buffer itself, no copy of it, or its name",
     ),
     "a number to ignore": (lambda: on_model(net(), ignore=[3]), "TypeError: ignore takes names or tensors, got 3"),
     "an expanded buffer": (
