@@ -47,10 +47,15 @@ class Seen(NamedTuple):
     shared_memory: set[str]
 
 
+def shared_memory() -> set[str]:
+    """Without semaphores of multiprocessing, which a compiler beside us has while it runs."""
+    return {entry for entry in os.listdir("/dev/shm") if not entry.startswith("sem.mp-")}
+
+
 @pytest.fixture(scope="module")
 def seen() -> Iterator[Seen]:
     """One Ray for all tests. Its sockets need a shorter path than pytest's."""
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memory()
     with tempfile.TemporaryDirectory(prefix="gs-ray-") as name:
         env = os.environ | QUIET | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(EXAMPLES)}
         env |= {"RAY_AUTH_TOKEN": secrets.token_hex(32), "HOME": name, "TMPDIR": name}
@@ -59,7 +64,7 @@ def seen() -> Iterator[Seen]:
         done = subprocess.run(driver, env=env, cwd=name, timeout=LIMIT_S, check=False, **streams)
         assert done.returncode == 0, done.stdout
         noted = json.loads((Path(name) / "seen.json").read_text())
-        yield Seen(Path(name), noted, done.stdout, set(os.listdir("/dev/shm")) - before)
+        yield Seen(Path(name), noted, done.stdout, shared_memory() - before)
 
 
 def test_weights_equal_those_of_prepare_model(seen: Seen) -> None:
