@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import FileStore, PrefixStore, ProcessGroupGloo, Store
 
+from gradsync.transport import connecting
 from gradsync.transport.connecting import Attempt, GaveUp, PolledStore
 from gradsync.transport.groups import Channel
 
@@ -86,3 +87,30 @@ def test_an_attempt_that_never_began_can_be_given_up() -> None:
     attempt: Attempt[int] = Attempt(lambda _: 7, "something")
     attempt.give_up()
     assert not attempt._thread.is_alive()
+
+
+def test_a_constructor_may_end_while_it_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Just when the sockets that listen are looked at: whose they were is known no more."""
+    begun, ends, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def make(it: Attempt[None]) -> None:
+        with it.constructing(2):
+            begun.set()
+            assert ends.wait(10)
+        ended.set()
+        it.check()
+
+    attempt = Attempt(make, "the making of connections")
+    attempt.start()
+    assert begun.wait(10)
+
+    def look() -> frozenset[tuple[str, int]]:
+        ends.set()
+        assert ended.wait(10)
+        return frozenset()
+
+    monkeypatch.setattr(connecting, "listeners", look)
+    attempt.give_up()
+    assert attempt.landed(0)
+    with pytest.raises(GaveUp):
+        attempt.result()

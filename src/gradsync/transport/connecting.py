@@ -89,8 +89,9 @@ class Attempt(Promise, Generic[T]):
         self._given_up = True
         if not self.landed(2 * _LAST_PAUSE_S):
             self.break_off()
-            if self._others is not None:
-                _knock(listeners() - self._others, self._num_pairs)
+            others = self._others  # read once: the thread takes it back when its constructor ends
+            if others is not None:
+                _knock(listeners() - others, self._num_pairs)
         if self._thread.ident is not None:
             self._thread.join(_LEAVING_S)
 
