@@ -63,8 +63,14 @@ def begin(
     remote: bool = False,
     tcp: bool = False,
     interrupted: int = -1,
+    patient: int = -1,
 ) -> None:
-    """Begin `what`; the victim acts at its `time`-th coming to the point. Rank `interrupted` hears Ctrl-C then."""
+    """Begin `what`; the victim acts at its `time`-th coming to the point. Rank `interrupted` hears Ctrl-C then.
+
+    Rank `patient` notices silence later than the others.
+    """
+    if rank == patient:
+        guard = guard | {"dead_after": 3 * guard["dead_after"]}
     journal = Journal(folder / f"rank-{rank}.jsonl")
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)

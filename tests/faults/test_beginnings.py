@@ -102,6 +102,11 @@ def test_a_rank_killed_on_another_host_is_named(begin: Begin) -> None:
         assert "gives no sign of life" in error["text"]
 
 
+def test_who_notices_last_hears_whom_the_keeper_of_the_store_lost(begin: Begin) -> None:
+    """Rank 0 ends when it has raised, and the store with it."""
+    named(begin("attach", "wait", remote=True, tcp=True, patient=2))
+
+
 def test_a_rank_that_lives_and_does_not_come_is_late(begin: Begin) -> None:
     late = {"timeout": 4.0}
     scenes = [begin("attach", point, "stall", guard=late) for point in ["met", "sight"]]

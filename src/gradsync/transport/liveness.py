@@ -155,6 +155,7 @@ class Liveness:
         if self._closed or os.getpid() != self._pid:
             return
         self._leave()
+        self._stay_with_the_store()
         self._stop.set()
         # The garbage collector may have us closed by any thread, this one too.
         if self._thread.is_alive() and self._thread is not threading.current_thread():
@@ -179,6 +180,19 @@ class Liveness:
         if self._state.phase not in (Phase.FAILED, Phase.LOST_PEER):
             # At exit: the interpreter knows whether it ends by an exception.
             self.at(self._state.step, Phase.LEFT if getattr(sys, "last_value", None) is None else Phase.FAILED)
+
+    def _stay_with_the_store(self) -> None:
+        """Where the store ends with rank 0, this waits a moment for the others to read there whom it lost.
+
+        Else the first to notice a death would be blamed by the last, which hears nothing of anybody any more.
+        """
+        keeps = self._mailbox is not None and self._groups.ranks[self._groups.rank] == 0
+        if not keeps or self._state.phase != Phase.LOST_PEER or threading.current_thread() is self._thread:
+            return
+        self.watch(True)
+        until = time.monotonic() + _REPORT_S
+        while time.monotonic() < until and not all(sight.stopped for sight in self.sights().values()):
+            time.sleep(0.02)
 
     def _finish(self) -> None:
         atexit.unregister(self.close)
