@@ -205,3 +205,45 @@ def test_a_window_that_dcp_left_out_begins_anew_with_a_warning(run: Callable[...
     assert len(first) == 1
     assert "2 backward calls after its beginning, and their gradients are lost" in first[0]
     assert others == []
+
+
+class Branches(torch.nn.Module):
+    """A batch goes through one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = torch.nn.Linear(3, 1, bias=False)
+        self.b = torch.nn.Linear(3, 1, bias=False)
+
+    def forward(self, x: torch.Tensor, branch: str) -> torch.Tensor:
+        branches = {"a": self.a, "b": self.b}
+        return branches[branch](x)
+
+
+def resume_in_window(combine: Any, window: str) -> None:
+    plan = gs.Plan(pace=gs.accumulate(4), combine=combine)
+    runs = [Run(plan, Branches) for _ in range(2)]
+
+    def train(runs: list[Run], branches: str, start: int) -> None:
+        for each in runs:
+            for batch, branch in enumerate(branches, start):
+                each.model(torch.full((2, 3), 1.0 + batch + 10 * dist.get_rank()), branch).sum().backward()
+                each.optimizer.step()
+                each.optimizer.zero_grad()
+
+    train(runs[:1], "abab" + window[:2], 0)
+    runs[1].copy(runs[0])
+    runs[1].sync.load_state_dict(runs[0].sync.state_dict())
+    train(runs, window[2:], 6)
+    runs[1].assert_equals(runs[0])
+    for tensor in runs[1].model.state_dict().values():
+        assert torch.equal(tensor, gs.all_reduce(tensor.clone()))
+    for each in runs:
+        each.sync.detach()
+
+
+@pytest.mark.parametrize("combine", ["mean", "sum"])
+@pytest.mark.parametrize("window", ["abab", "aabb"])
+def test_a_resumed_window_averages_what_it_held(combine: str, window: str, run: Callable[..., Any]) -> None:
+    """Also where no later batch of the window goes through the same parameters."""
+    run(resume_in_window, combine, window)

@@ -27,7 +27,7 @@ from gradsync.engine.reducer import Reducer
 from gradsync.engine.steps import Steps
 from gradsync.exchange.keeping import Kept
 from gradsync.guard.calls import Call
-from gradsync.guard.header import Flag
+from gradsync.guard.header import Flag, Mark
 from gradsync.pace.contract import Held, Pace
 from gradsync.pace.contract import Saved as PaceState
 from gradsync.pace.means import level
@@ -125,11 +125,21 @@ class Keeper:
         shared, parts = taken.shared, list(taken.parts.values())
         self._reducer.shipping.replace(Kept(add_up(parts), taken.factors))
         self._reducer.agenda.arrange(shared.arrangement)
+        held = Held(shared.backwards, parts[0].hidden) if goes_on else Held(0, {})
+        self._go_on_in(held)
         self._reducer.weighting.unit = shared.unit
         self._reducer.weighting.load(parts[0].weight if goes_on else None)
-        self._pace.hold(Held(shared.backwards, parts[0].hidden) if goes_on else Held(0, {}))
         self._steps.aborted.spoiled = Flag(parts[0].aborted if goes_on else 0)
         self._lane.step = shared.step
+
+    def _go_on_in(self, held: Held) -> None:
+        """This is the window now: what its backwards brought counts as brought here."""
+        self._reducer.forget()
+        self._reducer.backwards = held.backwards
+        for entry in self._reducer.entries:
+            if entry.name in held.hidden:
+                self._reducer.marks[entry.index] |= Mark.USED
+        self._pace.hold(held)
 
     def _changes(self, taken: Saved, goes_on: bool) -> Iterator[str]:
         """What else is not as it was."""
