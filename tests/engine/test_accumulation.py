@@ -267,3 +267,25 @@ def test_a_rank_out_of_data_has_weight_zero(run: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_join_serves_buffers_and_windows_too(ranks: int, run: Callable[..., Any]) -> None:
     run(train_unevenly, [1, 4, 2][:ranks], gs.Plan(bucket_bytes=1024), True, ranks=ranks)
+
+
+def look_inside_of_a_window() -> list[float]:
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = gs.attach(model, optimizer, gs.Plan(pace=gs.accumulate(2), combine="sum"))
+    sums = []
+    for batch in range(4):  # nobody sets .grad to zero
+        model(torch.full((1, 1), 2.0 ** (2 * batch + dist.get_rank()))).sum().backward()
+        if batch == 2:
+            output = model(torch.ones(1, 1))
+            torch.autograd.grad(output.sum(), output)
+        if not sync.mid_window:
+            assert model.weight.grad is not None
+            sums.append(model.weight.grad.item())
+    sync.detach()
+    return sums
+
+
+def test_a_look_inside_of_a_window_moves_no_sum(run: Callable[..., Any]) -> None:
+    """`torch.autograd.grad` inside of a window brings no gradient, and takes none away."""
+    assert run(look_inside_of_a_window) == [[15.0, 255.0], [15.0, 255.0]]

@@ -5,16 +5,19 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from raising import WIDTH, Line
 from test_transparency import mlp, plain_step
 from torch import nn
 from yardstick import Context, Scenario, assert_replicas_equal, assert_same, history
 
 import gradsync as gs
+from gradsync.transport.hosts import declare_host
 
 
 def check_thirty_steps() -> None:
@@ -193,3 +196,39 @@ def check_one_rank_costs_nothing() -> None:
 
 def test_one_rank_works_and_has_no_hooks(run: Callable[..., Any]) -> None:
     run(check_one_rank_costs_nothing, ranks=1)
+
+
+def _raise_and_detach(model: Line, sync: gs.GradSync) -> None:
+    model.armed = "in the middle"
+    try:
+        model(torch.ones(WIDTH)).backward()
+    finally:
+        sync.detach()
+
+
+def leave_by_an_error() -> str:
+    rank = dist.get_rank()
+    store = dist.distributed_c10d._get_default_store()
+    declare_host(f"h{rank}")  # a bucket under way waits in gloo, for the other rank
+    try:
+        model = Line()
+        sync = gs.attach(model, plan=gs.Plan(bucket_bytes=1024))
+    finally:
+        declare_host(None)
+    for _ in range(2):
+        model(torch.ones(WIDTH)).backward()
+    if rank == 1:
+        with pytest.raises(ArithmeticError):
+            _raise_and_detach(model, sync)
+        store.set("left by an error", "1")
+        return "gone"
+    store.wait(["left by an error"], timedelta(seconds=20))
+    with pytest.raises(gs.PeerLost) as caught:
+        model(torch.ones(WIDTH)).backward()
+    sync.detach()
+    return str(caught.value)
+
+
+def test_who_detaches_because_of_an_error_waits_for_nobody(run: Callable[..., Any]) -> None:
+    said, _ = run(leave_by_an_error)
+    assert "rank 1 failed in step 2" in said

@@ -138,6 +138,12 @@ class Reducer:
                     self._standing.append((entry, entry.param.grad.detach().clone()))
                     entry.param.grad = None
 
+    def nothing_came(self, backwards: int) -> None:
+        """A backward brought no gradient; the window has so many."""
+        self.micro.nothing_came(self.backwards + backwards)
+        if not self.backwards:  # else it was set aside by the first one of this step, and stays there until the sum
+            self.put_back()
+
     def put_back(self) -> None:
         """Add what was set aside to what is there."""
         for entry, grad in self._standing:

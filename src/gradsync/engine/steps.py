@@ -240,8 +240,7 @@ class Steps(Failing):
 
     def nothing_came(self) -> None:
         """It was torch.autograd.grad: no gradient was accumulated, so nothing is to be synchronized."""
-        self.reducer.micro.nothing_came(self.reducer.backwards + self.pace.backwards)
-        self.reducer.put_back()
+        self.reducer.nothing_came(self.pace.backwards)
         self.pace.put_away()
 
     def end_of_backwards(self, count: int, synchronize: Callable[[], None]) -> None:
@@ -350,6 +349,7 @@ class Steps(Failing):
         if call is Call.DETACH and sys.exception() is not None:
             # The others may wait elsewhere, in a collective of their framework: they hear of it, we do not wait.
             self._lane.fail()
+            self.failed = True  # what is under way may never end
             raise GradSyncError(f"{self._lane.place()} detached because of an error: nobody is waited for")
         self.aborted.put_right()
         if call is not Call.VOTE:
