@@ -317,3 +317,32 @@ def test_buffers_stay_each_ranks_own_if_told_so(run: Any) -> None:
 
 def test_a_buffer_that_forward_replaces_follows_rank_0_too(run: Any) -> None:
     assert run(count, False, "broadcast") == [[1, 2, 3]] * 2
+
+
+def keep_own_state() -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    model.own = nn.Parameter(torch.full((2 + rank,), 1.0))  # of another size on every rank
+    optimizer = Adam(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        (model(torch.ones(1, 3)).sum() + (rank + 1) * model.own.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    mine = optimizer.state[model.own]["exp_avg"].clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sync = gs.attach(model, optimizer, ignore=["own"])
+    assert torch.equal(optimizer.state[model.own]["exp_avg"], mine)
+    sync.broadcast()
+    assert torch.equal(optimizer.state[model.own]["exp_avg"], mine)
+    step()
+    assert int(optimizer.state[model.own]["step"]) == 2
+    sync.detach()
+
+
+def test_optimizers_keep_what_they_have_of_ignored_parameters(run: Any) -> None:
+    run(keep_own_state)

@@ -199,7 +199,7 @@ def _start_alike(lane: Lane, inventory: Inventory, optimizers: list[Optimizer]) 
         return
     broadcast_tensors(lane, inventory.tensors(), 0, "the model's parameters")
     for optimizer in optimizers:
-        if differing := broadcast_optimizer(lane, optimizer, 0):
+        if differing := broadcast_optimizer(lane, optimizer, inventory.entries, 0):
             warnings.warn(
                 f"{lane.place()} {type(optimizer).__name__} had other values than rank 0 for {', '.join(differing)}; "
                 "rank 0's are used",

@@ -121,7 +121,7 @@ class Inquest:
                 raise Disagreement(f"the replicas differ: {text}, and no rank is right in everything. {_RESTART}")
             whole[number] = min(sources)
         for number, source in whole.items():
-            broadcast_optimizer(lane, self._vitals.optimizers[number], source)
+            broadcast_optimizer(lane, self._vitals.optimizers[number], self._vitals.entries, source)
         for each in differences:
             if each.number not in whole:
                 broadcast_tensors(lane, [held[each.name].value], each.groups[0][0], "the repair of a replica")

@@ -14,6 +14,7 @@ import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from gradsync.engine.bucket import Entry
 from gradsync.errors import GradSyncError
 from gradsync.guard.agreement import Document, agree, majority
 from gradsync.transport.lane import Lane
@@ -106,12 +107,14 @@ class Buffers:
         self._under_way = []
 
 
-def broadcast_optimizer(lane: Lane, optimizer: Optimizer, source: int) -> list[str]:
-    """Make hyper-parameters and state those of rank `source`; return the names of what differed in value.
+def broadcast_optimizer(lane: Lane, optimizer: Optimizer, entries: Iterable[Entry], source: int) -> list[str]:
+    """Make hyper-parameters, and state of these parameters, those of rank `source`; return what differed in value.
 
-    State that only the source has (it alone loaded a checkpoint) is created on the others.
+    State that only the source has (it alone loaded a checkpoint) is created on the others. That of parameters which
+    are left alone is each rank's own, as they are.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    ours = {id(entry.param) for entry in entries}
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) in ours]
     agree(lane, {"groups": [len(group["params"]) for group in optimizer.param_groups]}, _explain_groups)
     mine = {
         "groups": _hyper_parameters(optimizer),

@@ -165,7 +165,7 @@ class GradSync:
             tensors = [entry.param.detach() for entry in self._reducer.entries] + self._buffers.tensors()
             broadcast_tensors(self._lane, tensors, source, "the model's parameters")
             for optimizer in self._optimizers:
-                broadcast_optimizer(self._lane, optimizer, source)
+                broadcast_optimizer(self._lane, optimizer, self._reducer.entries, source)
             broadcast_scaler(self._lane, self._scaling.scaler, source)
             self._scaling.broadcast()
             self._steps.pace.reset()
