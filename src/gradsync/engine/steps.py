@@ -99,6 +99,8 @@ class Steps(Failing):
         """A forward with gradients starts: put right what was aborted, notice changes, vote."""
         check_wrapper()
         self.aborted.put_right_before_forward()
+        if self.aborted.retries.under_way:
+            return
         self._notice_changes()
         self.witness.border()
         self.vote_if_joining()
@@ -118,8 +120,9 @@ class Steps(Failing):
         """A parameter's gradient has been accumulated."""
         try:
             backward = self.backward
-            if backward is None or not backward.fired or entry.seen == self.reducer.number:
-                self._first_arrival()
+            known = backward is not None and backward.fired and entry.seen != self.reducer.number
+            if not known and not self._first_arrival():
+                return
             self.reducer.arrived(entry)
         except BaseException as error:
             self.give_up(error)
@@ -145,6 +148,7 @@ class Steps(Failing):
             self.pace.stepped_by_hook(optimizer)
             return
         self.witness.optimizer_ends()
+        self.aborted.retries.ended()
         self.turns.step_ended()
         with self.failing():
             self.pace.after_step(optimizer)
@@ -179,6 +183,8 @@ class Steps(Failing):
         """`known`: from the model's output, before any gradient."""
         self.refuse_if_failed()
         self.aborted.another_backward()
+        if self.aborted.begins_aside():
+            return
         self.witness.border()  # usually before forward already
         self.user_hooks.take_over_optimizers()
         self.vote_if_joining()
@@ -191,18 +197,19 @@ class Steps(Failing):
         queue_callback(end)
         self.aborted.backward_begun(self.backward.accumulates)
 
-    def _first_arrival(self) -> None:
-        """Also a second gradient of one parameter in one backward, unless that is another one."""
+    def _first_arrival(self) -> bool:
+        """Also a second gradient of one parameter in one backward, unless that is another one; False: it counts not."""
         with self._lock:
             if self.backward is None or self.backward.raised:
                 self._begin_late()
             assert self.backward is not None
-            if self.backward.fired:
-                return
+            if self.backward.fired or self.backward.aside is not None:
+                return self.backward.fired
             if torch.is_grad_enabled():
                 raise refusals.differentiable(self._lane.place())
             self.backward.fired = True
             self._late_hooks.first()
+            return True
 
     def _begin_late(self) -> None:
         """The fallback of [Who begins a backward]: the model's own forward was not called."""

@@ -104,6 +104,8 @@ class GradSync:
         if self.plan.combine == "sum":
             raise ValueError('batch weights need combine="mean"; with "sum" scale the loss instead')
         self._steps.aborted.put_right_before_weight()
+        if self._steps.aborted.retries.inside:  # what is tried again comes to nothing
+            return
         if self._steps.in_micro_batch and not self._steps.aborted.spoiled:
             raise GradSyncError(
                 f"{self._lane.place()} set_batch_weight() came after the micro-batch's first backward; "
@@ -180,7 +182,7 @@ class GradSync:
         for x, y in sync.data(loader):
         """
         tracing = self._steps.tracing
-        return Batches(iter(batches), self._steps.aborted.loader_did, None if tracing is None else tracing.tracer)
+        return Batches(iter(batches), self._steps.aborted, None if tracing is None else tracing.tracer)
 
     def drain(self) -> bool:
         """Bring to an end what is under way, on every rank; True if `.grad` holds something for one more step.
