@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 
 from gradsync.engine.bucket import Entry
 from gradsync.engine.hooks import queue_callback
+from gradsync.engine.together import before_batch
 from gradsync.engine.tried_again import Retries, Seen, handled, is_again
 from gradsync.errors import GradSyncError
 from gradsync.guard.header import Flag
@@ -181,6 +182,11 @@ class Aborted:
         """The same before its step, for which a batch of the loader is missed only if no backward came."""
         self.put_right(loader=self._steps.unsynchronized > 0 or self._steps.turns.missed(optimizer))
 
+    def put_right_as_mate(self) -> None:
+        """The same before another model waits, unless this is about to be tried again."""
+        if not (self._forward_raised and any(raised.error_id in handled() for raised in self._raised)):
+            self.put_right()
+
     def put_right_before_weight(self) -> None:
         """A weight is for the batch that comes: a backward that raised has to be over. A forward may be tried again."""
         self._note_backward()
@@ -249,8 +255,7 @@ class Aborted:
         """Do what comes before a batch."""
         steps = self._steps
         steps.refuse_if_failed()
-        steps.witness.border()
-        steps.vote_if_joining()
+        before_batch(steps, mates_first=False)
         with steps.failing():
             steps.pace.before_forward()
 

@@ -6,6 +6,7 @@ that every rank takes part in every synchronization, whatever its own backward d
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import weakref
@@ -15,7 +16,7 @@ from functools import partial
 import torch
 from torch.optim import Optimizer
 
-from gradsync.engine import refusals
+from gradsync.engine import refusals, together
 from gradsync.engine.aborted import Aborted, Backward, accumulates
 from gradsync.engine.bucket import Entry
 from gradsync.engine.building import Engine
@@ -34,6 +35,8 @@ from gradsync.errors import GradSyncError
 from gradsync.guard.calls import Call, meet
 from gradsync.guard.header import Flag, Head
 
+_numbers = itertools.count()
+
 
 class Steps(Failing):
     """The step under way, and who takes part in it."""
@@ -45,6 +48,8 @@ class Steps(Failing):
         self.tracing: Tracing | None = None
         self.no_sync_depth = 0
         self.unsynchronized = 0  # backwards under no_sync() since the last one outside of it
+        self.number = next(_numbers)  # the same on every rank that has several
+        self.is_due: Callable[[], bool] = bool  # whether `gs.auto()` has something to do at the next border
         self.joining = False
         self.active: list[int] | None = None  # who voted to be active in this step, inside join()
         self._entries = engine.reducer.entries
@@ -102,8 +107,7 @@ class Steps(Failing):
         if self.aborted.retries.under_way:
             return
         self._notice_changes()
-        self.witness.border()
-        self.vote_if_joining()
+        together.before_batch(self)
         with self.failing():
             self.pace.before_forward()
         self.witness.forward_begins()
@@ -168,8 +172,7 @@ class Steps(Failing):
         if self.turns.missed(optimizer):
             # No gradient arrived since the last step: the loss touched no parameter. The others wait for us.
             self._census.check_assigned()
-            self.witness.border()
-            self.vote_if_joining()
+            together.before_batch(self)
             self.reducer.set_aside()
             self.turns.backward_ended()
             self.reducer.backwards += self.pace.per_batch
@@ -185,9 +188,8 @@ class Steps(Failing):
         self.aborted.another_backward()
         if self.aborted.begins_aside():
             return
-        self.witness.border()  # usually before forward already
+        together.before_batch(self)  # usually before forward already
         self.user_hooks.take_over_optimizers()
-        self.vote_if_joining()
         end = partial(self._ended)
         self.backward = Backward(bool(self.no_sync_depth), not known or accumulates(self._entries), weakref.ref(end))
         with self.failing():
@@ -318,24 +320,6 @@ class Steps(Failing):
         self._finish(in_backward=False)
         self.user_hooks.deliver()
 
-    def keep_company(self) -> None:
-        """Take part in the others' synchronization without a gradient and with weight 0.
-
-        Nothing of it stays: this rank applies no average, and its next backward must not add to one.
-        """
-        self.pace.averaged()
-        self.clear_gradients()
-        self.synchronize_now(Flag.SHADOW)
-        self.clear_gradients()
-
-    def clear_gradients(self) -> None:
-        for entry in self._entries:
-            entry.param.grad = None
-
-    def expect_step(self) -> None:
-        """The next `optimizer.step()` missed nothing, though no backward came before it."""
-        self.turns.backward_ended()
-
     def drain_pace(self) -> bool:
         """Have the pace bring to an end what is under way, backwards under no_sync() among it."""
         self.aborted.end_window()
@@ -358,8 +342,8 @@ class Steps(Failing):
             # The others may wait elsewhere, in a collective of their framework: they hear of it, we do not wait.
             self._lane.fail()
             raise GradSyncError(f"{self._lane.place()} detached because of an error: nobody is waited for")
-        self.aborted.put_right()
-        if call is not Call.VOTE:
+        if call is not Call.VOTE:  # before a vote that was done
+            self.aborted.put_right()
             self.aborted.end_window()
         if call is not Call.DETACH:
             self.witness.border()
@@ -371,6 +355,11 @@ class Steps(Failing):
         """Who has data left, by index in the group."""
         heads = self.meet(Call.VOTE, flags=Flag.NONE if active else Flag.SHADOW)
         return [rank for rank, head in enumerate(heads) if not head.flags & Flag.SHADOW]
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for the other ranks before its next batch."""
+        return self.is_due() or (self.joining and self.active is None)
 
     def vote_if_joining(self) -> None:
         """Inside join(), every step starts with a vote."""
@@ -385,6 +374,7 @@ class Steps(Failing):
     def close(self) -> None:
         """Take the hooks off."""
         self.aborted.forget()
+        together.forget(self)
         if self._hooks is not None:
             self._hooks.remove()
 
