@@ -15,11 +15,6 @@ Note [A backward, or torch.autograd.grad]
 Note [Models of one backward]
     The first to hear of a backward tells those that it will come to later: if it raises on the way, they would never
     have heard of it. On each of them a few parameters are looked up in the graph.
-
-Note [Tried again]
-    A forward that raised and is called again with the same input, a part of it, or from the `except` block of that very
-    error, is the same batch: nothing was skipped. What the forward before had too (a mask, the edges of a graph) tells
-    nothing, unless there is nothing else; nor does another slice of the tensor that holds all the data.
 """
 
 from __future__ import annotations
@@ -30,6 +25,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -37,6 +33,9 @@ from torch.autograd.variable import Variable
 from torch.optim import Optimizer
 
 from gradsync.engine.bucket import Entry
+from gradsync.engine.hooks import queue_callback
+from gradsync.engine.together import before_batch
+from gradsync.engine.tried_again import Retries, Seen, handled, is_again
 from gradsync.errors import GradSyncError
 from gradsync.guard.header import Flag
 from gradsync.guard.verdict import TOO_MANY, interrupted
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
     from gradsync.engine.steps import Steps
 
 T = TypeVar("T")
-Seen = tuple[weakref.ref[torch.Tensor], ...]
 _LOOKED_UP = 4  # parameters at either end of a model
 _awaiting: weakref.WeakSet[Steps] = weakref.WeakSet()  # those whose forward ran, and no backward since
 
@@ -59,6 +57,10 @@ class Backward:
     accumulates: bool  # see [A backward, or torch.autograd.grad]
     end: weakref.ref[Callable[[], None]]  # the callback, which only autograd keeps
     fired: bool = False  # whether a gradient has arrived
+    noted: bool = False  # whether it was noted that it raised
+    aside: Sequence[tuple[torch.Tensor, torch.Tensor | None]] | None = (
+        None  # what was in `.grad`, if it comes to nothing
+    )
 
     @property
     def raised(self) -> bool:
@@ -88,8 +90,7 @@ class Aborted:
         self._busy = False
         self._weight: float | None = None  # set since something raised: the next batch's
         self._in_a_row = 0  # batches that only this rank dropped
-        self._inputs: Seen = ()  # of the last forward
-        self._inputs_before: Seen = ()  # and of the one before that
+        self.retries = Retries(lambda: steps.reducer.lane.place())
 
     @property
     def drops(self) -> bool:
@@ -106,25 +107,42 @@ class Aborted:
 
     def forward_did(self, error: BaseException) -> None:
         """The model's forward raised."""
-        seen = self._inputs, self._inputs_before
-        self._note(Raised(Flag.FORWARD, self._steps.no_sync_depth > 0, _said(error), id(error), *seen))
+        if not self.retries.under_way:
+            seen = self.retries.inputs, self.retries.before
+            self._note(Raised(Flag.FORWARD, self._steps.no_sync_depth > 0, _said(error), id(error), *seen))
 
     def loader_did(self, error: BaseException) -> None:
         """The loader raised instead of giving a batch."""
+        self.batch_came()
         self._note(Raised(Flag.LOADER, self._steps.no_sync_depth > 0, _said(error), id(error)))
+
+    def batch_came(self) -> None:
+        """The loader was asked for another batch: the one before is not tried again."""
+        self._note_backward()
+        self.retries.another_batch()
 
     def _note(self, raised: Raised) -> None:
         if self._steps.listens and not self._steps.failed:
             self._raised.append(raised)
 
     def forward_comes(self, inputs: Iterable[torch.Tensor]) -> None:
-        """A forward begins: see [Tried again]."""
+        """A forward begins: see [Tried again] in tried_again.py."""
         now = list(inputs)
         if self._raised and self._raised[-1].flag is Flag.FORWARD:
             last = self._raised[-1]
-            if last.error_id in _handled() or _is_again(last, now):
+            if last.error_id in handled() or is_again(last.inputs, last.before, now):
                 self._raised.pop()
-        self._inputs_before, self._inputs = self._inputs, tuple(map(weakref.ref, now))
+        self._note_backward()
+        self.retries.forward_comes(now)
+
+    def _note_backward(self) -> None:
+        """If a batch's backward raised, it may be tried again."""
+        backward = self._steps.backward
+        if backward is None or backward.noted or not backward.raised:
+            return
+        backward.noted = True
+        if backward.aside is None and (backward.fired or backward.accumulates):
+            self.retries.backward_raised()
 
     def weight_comes(self, weight: float) -> None:
         """The user set a weight: if something raised before, it is not for that batch."""
@@ -138,6 +156,7 @@ class Aborted:
         if self._busy:
             return
         self._busy = True
+        self._note_backward()
         try:
             self._complete()
             self._drop_backward(whole=True)
@@ -163,17 +182,41 @@ class Aborted:
         """The same before its step, for which a batch of the loader is missed only if no backward came."""
         self.put_right(loader=self._steps.unsynchronized > 0 or self._steps.turns.missed(optimizer))
 
+    def put_right_as_mate(self) -> None:
+        """The same before another model waits, unless this is about to be tried again."""
+        if not (self._forward_raised and any(raised.error_id in handled() for raised in self._raised)):
+            self.put_right()
+
     def put_right_before_weight(self) -> None:
         """A weight is for the batch that comes: a backward that raised has to be over. A forward may be tried again."""
+        self._note_backward()
         if self._steps.backward is not None and self._steps.backward.raised:
             self._drop_backward(whole=True)
 
     def another_backward(self) -> None:
         """A backward begins: one of the same batch may have raised, and a forward that did was not the whole batch."""
         self._complete()
-        self._drop_backward(whole=False)
+        self._note_backward()
+        self._drop_backward(whole=self.retries.backward_comes())
         if self._forward_raised:
             self._raised = deque(each for each in self._raised if each.flag is not Flag.FORWARD)
+
+    def begins_aside(self) -> bool:
+        """Whether the backward that begins comes to nothing: see [A backward tried again] in tried_again.py."""
+        if not self.retries.under_way:
+            return False
+        entries = self._steps.reducer.entries
+        aside = [(entry.param, entry.param.grad) for entry in entries if entry.param.requires_grad]
+        end = partial(self._end_aside)
+        self._steps.backward = Backward(False, True, weakref.ref(end), aside=aside)
+        for param, _ in aside:
+            param.grad = None
+        queue_callback(end)
+        return True
+
+    def _end_aside(self) -> None:
+        backward, self._steps.backward = self._steps.backward, None
+        put_back(backward.aside or [] if backward is not None else [])
 
     def forward_ran(self) -> None:
         """A backward may come to this model now."""
@@ -212,14 +255,16 @@ class Aborted:
         """Do what comes before a batch."""
         steps = self._steps
         steps.refuse_if_failed()
-        steps.witness.border()
-        steps.vote_if_joining()
+        before_batch(steps, mates_first=False)
         with steps.failing():
             steps.pace.before_forward()
 
     def _drop_backward(self, whole: bool) -> None:
         backward, self._steps.backward = self._steps.backward, None
         if backward is None:
+            return
+        if backward.aside is not None:
+            put_back(backward.aside)
             return
         if not backward.fired and not backward.accumulates:
             self._steps.nothing_came()
@@ -277,9 +322,9 @@ class Aborted:
 class Batches(Iterator[T]):
     """The batches of a loader, which may go on after it raised."""
 
-    def __init__(self, source: Iterator[T], raised: Callable[[BaseException], None], tracer: Tracer | None) -> None:
+    def __init__(self, source: Iterator[T], aborted: Aborted, tracer: Tracer | None) -> None:
         self._source = source
-        self._raised = raised
+        self._aborted = aborted
         self._tracer = tracer
 
     def __iter__(self) -> Batches[T]:
@@ -292,8 +337,9 @@ class Batches(Iterator[T]):
         except StopIteration:
             raise
         except Exception as error:
-            self._raised(error)
+            self._aborted.loader_did(error)
             raise
+        self._aborted.batch_came()
         if self._tracer is not None and begun is not None:
             self._tracer.input_ends(begun)
         return batch
@@ -307,6 +353,12 @@ def accumulates(entries: Iterable[Entry]) -> bool:
     return any_executed(trainable)
 
 
+def put_back(aside: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    """Let this be in `.grad` again."""
+    for param, grad in aside:
+        param.grad = grad
+
+
 def any_executed(params: Iterable[torch.Tensor]) -> bool:
     """Whether the backward under way adds to `.grad` of one of these."""
     with torch.enable_grad():
@@ -318,51 +370,6 @@ def _is_executed(view: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(view.next_functions[0][0]))
     except RuntimeError:  # torch.autograd.grad takes this very gradient, and adds it to nothing
         return False
-
-
-def _handled() -> set[int]:
-    """The exceptions that are handled just now: the one, and those it came of."""
-    found, error = set(), sys.exception()
-    while error is not None and id(error) not in found:
-        found.add(id(error))
-        error = error.__cause__ or error.__context__
-    return found
-
-
-def _is_again(last: Raised, now: Sequence[torch.Tensor]) -> bool:
-    """Whether these are the inputs of the forward that raised, or a part of them: see [Tried again]."""
-    before, raised = _places(last.before), _places(last.inputs)
-    places = [_place(tensor) for tensor in now]
-    telling = [place for place in places if not _overlap(place, before)]
-    return any(_overlap(place, raised) for place in telling or places)
-
-
-class Place(NamedTuple):
-    """Where a tensor lies."""
-
-    home: object  # its storage
-    begin: int
-    end: int
-
-
-def _places(seen: Seen) -> list[Place]:
-    return [_place(tensor) for tensor in (each() for each in seen) if tensor is not None]
-
-
-def _overlap(place: Place, others: Iterable[Place]) -> bool:
-    return any(place.home == each.home and place.begin < each.end and each.begin < place.end for each in others)
-
-
-def _place(tensor: torch.Tensor) -> Place:
-    try:
-        home = tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # sparse, or of a subclass without a storage
-        home = 0
-    if not home or not tensor.numel():
-        return Place(("tensor", id(tensor)), 0, 1)
-    begin = int(tensor.storage_offset())
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return Place(home, begin * tensor.element_size(), (begin + last + 1) * tensor.element_size())
 
 
 def _said(error: BaseException) -> str:

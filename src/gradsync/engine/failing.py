@@ -39,6 +39,11 @@ class Failing:
             if entry.param.requires_grad:
                 entry.param.grad = None
 
+    def clear_gradients(self) -> None:
+        """Leave nothing to which a backward would add."""
+        for entry in self.reducer.entries:
+            entry.param.grad = None
+
     def refuse_if_failed(self) -> None:
         """Raise if an earlier synchronization did."""
         if self.failed:

@@ -15,6 +15,7 @@ import math
 import struct
 import sys
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Literal
@@ -30,6 +31,7 @@ from gradsync.engine.steps import Steps
 from gradsync.engine.stopwatch import Stopwatch, clock_for
 from gradsync.engine.switching import switch
 from gradsync.engine.timing import Timing, devices_of
+from gradsync.engine.together import chooses
 from gradsync.errors import Disagreement, listed
 from gradsync.guard.agreement import share
 from gradsync.guard.calls import Call
@@ -61,6 +63,9 @@ class Pilot:
         self._stopwatch: Stopwatch | None = None  # while profiling
         self._warm = False
         self._phase: Literal["profiling", "running", "settled"] = "profiling"
+        me = weakref.ref(self)
+        steps.is_due = lambda: (pilot := me()) is not None and pilot.is_due
+        chooses(steps)
         self._profile()
         if self._cluster is None:  # on every rank
             self._adopt(Decision(Plan(), None, None))
@@ -76,8 +81,13 @@ class Pilot:
 
     # For Steps
 
+    @property
+    def is_due(self) -> bool:
+        """Whether there is something to do at the next border."""
+        return self._step >= self._due
+
     def border(self) -> None:
-        if self._step < self._due:
+        if not self.is_due:
             return
         self._due = _NEVER
         if self._phase == "profiling":

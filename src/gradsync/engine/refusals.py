@@ -55,3 +55,21 @@ def local_drain(place: str) -> GradSyncError:
         f"{place} the last backward ran under no_sync(), and this pace counts only others: run the last backward of a "
         "step outside of it, then call drain()"
     )
+
+
+def tried_again(place: str) -> GradSyncError:
+    """The input of a batch whose backward raised, after its `except` block."""
+    return GradSyncError(
+        f"{place} a backward raised, and the model is called again with the same input: if this batch is tried again, "
+        "all ranks have dropped it, so leave it out (inside of the `except` block what is tried again comes to "
+        "nothing); if it is another pass over the same data, call optimizer.step() before it, which applies nothing"
+    )
+
+
+def another_inside(place: str) -> GradSyncError:
+    """A second batch in the `except` block of a backward that raised."""
+    return GradSyncError(
+        f"{place} another batch comes inside of the `except` block of a backward that raised: the one before it was "
+        "taken to be that batch tried again, and came to nothing, so the ranks may be a batch apart; leave the "
+        "`except` block before the next batch, or take batches from sync.data(loader)"
+    )

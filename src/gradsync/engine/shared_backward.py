@@ -36,7 +36,7 @@ class _Ends:
         self.waits: list[tuple[Wait, Then]] = []
 
     def run(self) -> None:
-        _run(self.waits)
+        side_by_side(self.waits)
 
 
 class _Last(threading.local):
@@ -63,7 +63,7 @@ def conclude(wait: Wait, then: Then) -> None:
     ends.waits.append((wait, then))
 
 
-def _run(waits: list[tuple[Wait, Then]]) -> None:
+def side_by_side(waits: list[tuple[Wait, Then]]) -> None:
     """Return when all have ended; raise what the first of them raised, if any did."""
     if len(waits) == 1:
         wait, then = waits[0]

@@ -5,34 +5,47 @@ that every rank takes part in every synchronization, whatever its own backward d
 """
 
 from __future__ import annotations
-
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
-
 import torch
 from torch.optim import Optimizer
-
 from gradsync.engine import refusals
-from gradsync.engine.aborted import Aborted, Backward, accumulates
+from gradsync.engine.aborted import Aborted
+from gradsync.engine.aborted import Backward
+from gradsync.engine.aborted import accumulates
 from gradsync.engine.bucket import Entry
 from gradsync.engine.building import Engine
 from gradsync.engine.census import Census
 from gradsync.engine.failing import Failing
-from gradsync.engine.hooks import Hooks, queue_callback, recomputing, refuse_compiled_autograd
+from gradsync.engine.hooks import Hooks
+from gradsync.engine.hooks import queue_callback
+from gradsync.engine.hooks import recomputing
+from gradsync.engine.hooks import refuse_compiled_autograd
 from gradsync.engine.late_hooks import LateHooks
 from gradsync.engine.pacing import check_hooked
 from gradsync.engine.shared_backward import conclude
 from gradsync.engine.tracing import Tracing
 from gradsync.engine.turns import Turns
 from gradsync.engine.user_hooks import UserHooks
-from gradsync.engine.witness import Both, Nobody, Witness
-from gradsync.engine.wrapping import check_wrapper, refuse_wrappers
+from gradsync.engine.witness import Both
+from gradsync.engine.witness import Nobody
+from gradsync.engine.witness import Witness
+from gradsync.engine.wrapping import check_wrapper
+from gradsync.engine.wrapping import refuse_wrappers
 from gradsync.errors import GradSyncError
-from gradsync.guard.calls import Call, meet
-from gradsync.guard.header import Flag, Head
+from gradsync.guard.calls import Call
+from gradsync.guard.calls import meet
+from gradsync.guard.header import Flag
+from gradsync.guard.header import Head
+import itertools
+from gradsync.engine import together
+
+
+_numbers = itertools.count()
 
 
 class Steps(Failing):
@@ -45,6 +58,8 @@ class Steps(Failing):
         self.tracing: Tracing | None = None
         self.no_sync_depth = 0
         self.unsynchronized = 0  # backwards under no_sync() since the last one outside of it
+        self.number = next(_numbers)  # the same on every rank that has several
+        self.is_due: Callable[[], bool] = bool  # whether `gs.auto()` has something to do at the next border
         self.joining = False
         self.active: list[int] | None = None  # who voted to be active in this step, inside join()
         self._entries = engine.reducer.entries
@@ -99,9 +114,10 @@ class Steps(Failing):
         """A forward with gradients starts: put right what was aborted, notice changes, vote."""
         check_wrapper()
         self.aborted.put_right_before_forward()
+        if self.aborted.retries.under_way:
+            return
         self._notice_changes()
-        self.witness.border()
-        self.vote_if_joining()
+        together.before_batch(self)
         with self.failing():
             self.pace.before_forward()
         self.witness.forward_begins()
@@ -118,8 +134,9 @@ class Steps(Failing):
         """A parameter's gradient has been accumulated."""
         try:
             backward = self.backward
-            if backward is None or not backward.fired or entry.seen == self.reducer.number:
-                self._first_arrival()
+            known = backward is not None and backward.fired and entry.seen != self.reducer.number
+            if not known and not self._first_arrival():
+                return
             self.reducer.arrived(entry)
         except BaseException as error:
             self.give_up(error)
@@ -145,6 +162,7 @@ class Steps(Failing):
             self.pace.stepped_by_hook(optimizer)
             return
         self.witness.optimizer_ends()
+        self.aborted.retries.ended()
         self.turns.step_ended()
         with self.failing():
             self.pace.after_step(optimizer)
@@ -164,8 +182,7 @@ class Steps(Failing):
         if self.turns.missed(optimizer):
             # No gradient arrived since the last step: the loss touched no parameter. The others wait for us.
             self._census.check_assigned()
-            self.witness.border()
-            self.vote_if_joining()
+            together.before_batch(self)
             self.reducer.set_aside()
             self.turns.backward_ended()
             self.reducer.backwards += self.pace.per_batch
@@ -179,9 +196,10 @@ class Steps(Failing):
         """`known`: from the model's output, before any gradient."""
         self.refuse_if_failed()
         self.aborted.another_backward()
-        self.witness.border()  # usually before forward already
+        if self.aborted.begins_aside():
+            return
+        together.before_batch(self)  # usually before forward already
         self.user_hooks.take_over_optimizers()
-        self.vote_if_joining()
         end = partial(self._ended)
         self.backward = Backward(bool(self.no_sync_depth), not known or accumulates(self._entries), weakref.ref(end))
         with self.failing():
@@ -191,18 +209,19 @@ class Steps(Failing):
         queue_callback(end)
         self.aborted.backward_begun(self.backward.accumulates)
 
-    def _first_arrival(self) -> None:
-        """Also a second gradient of one parameter in one backward, unless that is another one."""
+    def _first_arrival(self) -> bool:
+        """Also a second gradient of one parameter in one backward, unless that is another one; False: it counts not."""
         with self._lock:
             if self.backward is None or self.backward.raised:
                 self._begin_late()
             assert self.backward is not None
-            if self.backward.fired:
-                return
+            if self.backward.fired or self.backward.aside is not None:
+                return self.backward.fired
             if torch.is_grad_enabled():
                 raise refusals.differentiable(self._lane.place())
             self.backward.fired = True
             self._late_hooks.first()
+            return True
 
     def _begin_late(self) -> None:
         """The fallback of [Who begins a backward]: the model's own forward was not called."""
@@ -310,24 +329,6 @@ class Steps(Failing):
         self._finish(in_backward=False)
         self.user_hooks.deliver()
 
-    def keep_company(self) -> None:
-        """Take part in the others' synchronization without a gradient and with weight 0.
-
-        Nothing of it stays: this rank applies no average, and its next backward must not add to one.
-        """
-        self.pace.averaged()
-        self.clear_gradients()
-        self.synchronize_now(Flag.SHADOW)
-        self.clear_gradients()
-
-    def clear_gradients(self) -> None:
-        for entry in self._entries:
-            entry.param.grad = None
-
-    def expect_step(self) -> None:
-        """The next `optimizer.step()` missed nothing, though no backward came before it."""
-        self.turns.backward_ended()
-
     def drain_pace(self) -> bool:
         """Have the pace bring to an end what is under way, backwards under no_sync() among it."""
         self.aborted.end_window()
@@ -351,8 +352,8 @@ class Steps(Failing):
             self._lane.fail()
             self.failed = True  # what is under way may never end
             raise GradSyncError(f"{self._lane.place()} detached because of an error: nobody is waited for")
-        self.aborted.put_right()
-        if call is not Call.VOTE:
+        if call is not Call.VOTE:  # before a vote that was done
+            self.aborted.put_right()
             self.aborted.end_window()
         if call is not Call.DETACH:
             self.witness.border()
@@ -364,6 +365,11 @@ class Steps(Failing):
         """Who has data left, by index in the group."""
         heads = self.meet(Call.VOTE, flags=Flag.NONE if active else Flag.SHADOW)
         return [rank for rank, head in enumerate(heads) if not head.flags & Flag.SHADOW]
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for the other ranks before its next batch."""
+        return self.is_due() or (self.joining and self.active is None)
 
     def vote_if_joining(self) -> None:
         """Inside join(), every step starts with a vote."""
@@ -378,6 +384,7 @@ class Steps(Failing):
     def close(self) -> None:
         """Take the hooks off."""
         self.aborted.forget()
+        together.forget(self)
         if self._hooks is not None:
             self._hooks.remove()
 

@@ -1,17 +1,17 @@
 """`GradSync`: a model whose replicas are kept in step. Made by `attach`, taken off by `detach`."""
 
 from __future__ import annotations
-
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import contextmanager
 from typing import TypeVar
-
 import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-
 from gradsync import paces
 from gradsync.engine.aborted import Batches
 from gradsync.engine.keeper import Keeper
@@ -19,12 +19,19 @@ from gradsync.engine.leaving import Leaving
 from gradsync.engine.loss_scaling import Following
 from gradsync.engine.pilot import Pilot
 from gradsync.engine.reducer import Reducer
-from gradsync.engine.replicas import Buffers, broadcast_optimizer, broadcast_scaler, broadcast_tensors
+from gradsync.engine.replicas import Buffers
+from gradsync.engine.replicas import broadcast_optimizer
+from gradsync.engine.replicas import broadcast_scaler
+from gradsync.engine.replicas import broadcast_tensors
 from gradsync.engine.steps import Steps
-from gradsync.errors import Disagreement, GradSyncError
+from gradsync.errors import Disagreement
+from gradsync.errors import GradSyncError
 from gradsync.guard.calls import Call
 from gradsync.plan import Plan
 from gradsync.transport.lane import Lane
+from gradsync.engine import together
+from gradsync.guard.header import Flag
+
 
 _MAX_WEIGHT = 1e30
 T = TypeVar("T")
@@ -104,6 +111,8 @@ class GradSync:
         if self.plan.combine == "sum":
             raise ValueError('batch weights need combine="mean"; with "sum" scale the loss instead')
         self._steps.aborted.put_right_before_weight()
+        if self._steps.aborted.retries.inside:  # what is tried again comes to nothing
+            return
         if self._steps.in_micro_batch and not self._steps.aborted.spoiled:
             raise GradSyncError(
                 f"{self._lane.place()} set_batch_weight() came after the micro-batch's first backward; "
@@ -122,15 +131,16 @@ class GradSync:
         """
         self._refuse_if_detached()
         self._refuse_unless_averaging("join()", "let all ranks take equally many steps")
-        self._steps.joining = True
+        together.enter(self._steps)
+        last: list[int] = []
         try:
             yield
-            self._shadow()
+            together.leave(self._steps, together.End(lambda: self._shadow(last), lambda: self._level(last)))
         finally:
-            self._steps.joining = False
-            self._steps.active = None
+            together.left(self._steps)
 
-    def _shadow(self) -> None:
+    def _shadow(self, last: list[int]) -> None:
+        """Keep the others company until all have left; `last` becomes those that were active last, if this saw any."""
         steps = self._steps
         steps.aborted.put_right()
         if steps.pace.backwards or steps.unsynchronized:
@@ -142,13 +152,24 @@ class GradSync:
             )
         if steps.active is not None:
             # It voted to be active, but no synchronization came of it: it owes the others one.
-            steps.keep_company()
-        last: list[int] = []
+            self._keep_company()
         while active := steps.vote(active=False):
-            last = steps.active = active
-            steps.keep_company()
+            last[:] = steps.active = active
+            self._keep_company()
+
+    def _keep_company(self) -> None:
+        """Take part in the others' synchronization without a gradient and with weight 0.
+
+        Nothing of it stays: this rank applies no average, and its next backward must not add to one.
+        """
+        self._steps.pace.averaged()
+        self._steps.clear_gradients()
+        self._steps.synchronize_now(Flag.SHADOW)
+        self._steps.clear_gradients()
+
+    def _level(self, last: list[int]) -> None:
         # Ranks that left last saw no vote in which others were active: those that left before know.
-        heads = steps.meet(Call.BROADCAST, (last[0] if last else 0).to_bytes(8, "little"))
+        heads = self._steps.meet(Call.BROADCAST, (last[0] if last else 0).to_bytes(8, "little"))
         self.broadcast(max(int.from_bytes(head.digest, "little") for head in heads))
 
     def broadcast(self, source: int = 0) -> None:
@@ -180,7 +201,7 @@ class GradSync:
         for x, y in sync.data(loader):
         """
         tracing = self._steps.tracing
-        return Batches(iter(batches), self._steps.aborted.loader_did, None if tracing is None else tracing.tracer)
+        return Batches(iter(batches), self._steps.aborted, None if tracing is None else tracing.tracer)
 
     def drain(self) -> bool:
         """Bring to an end what is under way, on every rank; True if `.grad` holds something for one more step.
@@ -194,12 +215,12 @@ class GradSync:
         """
         self._refuse_if_detached()
         self._steps.aborted.put_right()
-        self._steps.expect_step()
+        self._steps.turns.backward_ended()  # the next step() missed nothing
         self._steps.turns.begin_anew()
         if not self._steps.pace.engine_averages:
             return self._steps.drain_pace()
         if self._steps.pace.k > 1 or self._steps.unsynchronized:
-            self._steps.vote_if_joining()
+            together.before_batch(self._steps)
             self._steps.synchronize_now()
             return self._reducer.delivered
         return False
