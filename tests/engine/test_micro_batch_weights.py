@@ -170,3 +170,31 @@ def weigh_between() -> list[float]:
 def test_weights_go_with_everything_that_counts_backwards(run: Callable[..., Any]) -> None:
     for values in run(weigh_between):
         assert values == pytest.approx([-(2.0 * 7.0) / 5.0])
+
+
+def weigh_nothing_first(weights: tuple[float, float]) -> float:
+    """The first micro-batch goes through the model, but through no parameter of it; two ranks do different ones."""
+    weight = nn.Parameter(torch.zeros(()))
+    model = nn.Module()
+    model.weight = weight
+    model.forward = lambda x, uses: x * weight if uses else 2 * x  # type: ignore[method-assign, assignment]
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    sync = gs.attach(model, optimizer, gs.Plan(pace=gs.accumulate(2)))
+    for number in range(2):
+        on_rank_1 = dist.get_rank() == 1
+        sync.set_batch_weight(weights[number] if on_rank_1 else 1.0)
+        x = torch.full((), 4.0 if on_rank_1 else 2.0, requires_grad=True)
+        model(x, uses=number == 1 or not on_rank_1).backward()
+        if number == 0:
+            optimizer.step()
+    sync.detach()
+    assert weight.grad is not None
+    return weight.grad.item()
+
+
+@pytest.mark.parametrize("weights", [(300.0, 2.0), (5.0, 0.0), (0.0, 3.0)])
+def test_a_micro_batch_without_gradients_gives_its_weight_to_no_other(
+    weights: tuple[float, float], run: Callable[..., Any]
+) -> None:
+    mean = (1 * 2.0 + 1 * 2.0 + weights[1] * 4.0) / (1 + 1 + sum(weights))
+    assert run(weigh_nothing_first, weights) == pytest.approx([mean] * 2)

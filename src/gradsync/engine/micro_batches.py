@@ -39,7 +39,9 @@ class MicroBatches:
             self._heavier = [(each, each.param.grad) for each in self._entries if each.param.grad is not None]
             for entry, _ in self._heavier:
                 entry.param.grad = None
-            return False
+            if self._heavier:
+                return False
+            self._weighting.base = None  # the loss of what came before touched no parameter
         if (ratio := self._weighting.take_over()) != 1.0:
             for entry in self._entries:
                 if entry.param.grad is not None:
