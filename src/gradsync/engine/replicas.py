@@ -7,7 +7,7 @@ where they lie, for memory is slow when it is new. What is not a tensor (learnin
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +56,7 @@ class BufferSite(NamedTuple):
     """Where a buffer lives: forward may put another tensor there (`self.count = self.count + 1`)."""
 
     name: str
-    owner: dict[str, torch.Tensor | None]
+    owner: MutableMapping[str, torch.Tensor | None]
     key: str
 
     @property
