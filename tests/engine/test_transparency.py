@@ -30,6 +30,12 @@ def plain_step(ctx: Context) -> None:
     ctx.opt.zero_grad()
 
 
+def unoptimized_step(ctx: Context) -> None:
+    """A compiler that optimizes from the third call on would change bits by itself."""
+    with torch.jit.optimized_execution(False):
+        plain_step(ctx)
+
+
 # Models
 
 
@@ -229,6 +235,11 @@ def _channels_last() -> nn.Module:
     return Convolution().to(memory_format=torch.channels_last)
 
 
+def _scripted_part() -> nn.Module:
+    part = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh())
+    return nn.Sequential(torch.jit.script(part), nn.Linear(16, 4))
+
+
 UNUSED = {"find_unused_parameters": True}
 
 SCENARIOS: dict[str, Scenario] = {
@@ -254,6 +265,7 @@ SCENARIOS: dict[str, Scenario] = {
     "clipping": Scenario(mlp, clipped),
     "two optimizers and groups": Scenario(mlp, two_optimizers, optimizers=_groups),
     "registered in another order": Scenario(Scrambled, plain_step),
+    "a part compiled by torch.jit": Scenario(_scripted_part, unoptimized_step),
     "blocks compiled": Scenario(mlp, plain_step, ddp=None, wrap=lambda model: _compile_blocks(model)),
     "whole model compiled": Scenario(
         mlp, plain_step, ddp=None, wrap=lambda model: torch.compile(model, backend="aot_eager")

@@ -373,6 +373,11 @@ REFUSALS: dict[str, tuple[Callable[[], Arguments], str]] = {
         lambda: on_model(net(last=nn.LazyLinear(2))),
         "ValueError: parameter last.weight is lazy and has no shape yet; run one forward before attach",
     ),
+    "compiled by torch.jit": (
+        lambda: on_model(torch.jit.script(net())),
+        "TypeError: the model is compiled by torch.jit, which allows no hooks on its forward; attach a module that "
+        "calls it: wrapped = torch.nn.Sequential(model), then gs.attach(wrapped, optimizer), and train wrapped",
+    ),
     "nothing to train": (
         lambda: on_model(all_frozen()),
         "ValueError: the model has no parameter that requires a gradient, so there is nothing to synchronize; "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sized
+from collections.abc import Callable, MutableMapping, Sized
 from typing import NoReturn
 
 import torch
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from gradsync.engine.bucket import Entry
 from gradsync.engine.inventory import clean
+from gradsync.engine.scripted import buffers_of, children_of, parameters_of
 from gradsync.errors import GradSyncError
 
 
@@ -84,14 +85,15 @@ class Census:
     def _note_modules(self, model: torch.nn.Module) -> None:
         """These are its modules now."""
         modules = list(model.modules())
-        self._children = [(m._modules, key, child) for m in modules for key, child in m._modules.items()]
+        self._children = [(table, key, child) for table in map(children_of, modules) for key, child in table.items()]
         self._counts: list[tuple[Sized, int]] = [
-            (table, len(table)) for m in modules for table in (m._parameters, m._modules)
+            (table, len(table)) for m in modules for table in (parameters_of(m), children_of(m))
         ]
-        self._vacant: list[tuple[dict[str, torch.Tensor | None], str]] = []
+        self._vacant: list[tuple[MutableMapping[str, torch.Tensor | None], str]] = []
         if self._keeps_buffers:
-            self._counts += [(m._buffers, len(m._buffers)) for m in modules]
-            self._vacant = [(m._buffers, key) for m in modules for key, value in m._buffers.items() if value is None]
+            tables = [buffers_of(m) for m in modules]
+            self._counts += [(table, len(table)) for table in tables]
+            self._vacant = [(table, key) for table in tables for key, value in table.items() if value is None]
             self._note_buffers({clean(name) for name, _ in model.named_buffers(remove_duplicate=False)})
 
     def _note_buffers(self, names: set[str]) -> None:

@@ -27,6 +27,7 @@ Note [Closures]
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import weakref
 from collections import OrderedDict
@@ -97,6 +98,8 @@ class Hooks:
         self._hooked: set[int] = set()
         self._heard: list[Entry] = []  # in the order of their hooks
         self._arrived = listener.arrived
+        if user_hooks is not None:
+            _inherited.add(self)
 
     def listen(self, entries: Iterable[Entry]) -> None:
         """Hear of the gradients of those that require one."""
@@ -225,6 +228,38 @@ class _Silent:
     def before_step(self, optimizer: Optimizer, closure: bool) -> None: ...
     def closure_ran(self, optimizer: Optimizer) -> None: ...
     def after_step(self, optimizer: Optimizer, closure: bool) -> None: ...
+
+
+class _Forked(_Silent):
+    """The listener in a forked child, which has its parent's shared memory and connections, and none of its threads."""
+
+    def __init__(self, rank_pid: int) -> None:
+        self._rank_pid = rank_pid
+
+    def backward_begins(self) -> None:
+        raise GradSyncError(
+            f"this process (pid {os.getpid()}) was forked from the rank (pid {self._rank_pid}) that attached the "
+            "model, and cannot take part in its steps; train a copy there, copy.deepcopy(model), or start it by spawn"
+        )
+
+    def arrived(self, entry: Entry, param: torch.Tensor) -> None:
+        self.backward_begins()
+
+    def before_step(self, optimizer: Optimizer, closure: bool) -> None:
+        self.backward_begins()
+
+
+_inherited: weakref.WeakSet[Hooks] = weakref.WeakSet()
+
+
+def _disown() -> None:
+    """In a forked child, nothing that was attached may touch what its parent still trains with."""
+    for hooks in list(_inherited):
+        hooks._listener, hooks._aborted = _Forked(os.getppid()), None
+        hooks._arrived = hooks._listener.arrived
+
+
+os.register_at_fork(after_in_child=_disown)
 
 
 def _silent_hooks() -> Hooks:

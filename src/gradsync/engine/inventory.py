@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from gradsync.engine.bucket import Entry
 from gradsync.engine.replicas import BufferSite
+from gradsync.engine.scripted import buffers_of, parameters_of, refuse_scripted_root
 from gradsync.engine.slips import not_a_model, not_an_optimizer
 from gradsync.engine.user_hooks import GradientHook
 
@@ -48,26 +49,28 @@ class Inventory(NamedTuple):
 def take_inventory(model: torch.nn.Module, optimizers: Sequence[Optimizer], ignore: Iterable[Any]) -> Inventory:
     """Look at everything; raise ValueError with the way out where we cannot serve."""
     _refuse_wrappers(model)
+    refuse_scripted_root(model)
     ignored = _read_ignore(model, ignore)
     entries: list[Entry] = []
     buffers: list[BufferSite] = []
     seen = set(ignored)
     for prefix, module in model.named_modules():
         sparse = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
-        for key, param in module._parameters.items():
+        parameters, module_buffers = parameters_of(module), buffers_of(module)
+        for key, param in parameters.items():
             if param is None or id(param) in seen:
                 continue
             seen.add(id(param))
             name = clean(f"{prefix}.{key}" if prefix else key)
             _refuse_parameter(name, param)
-            entries.append(Entry(len(entries), name, param, module._parameters, key, sparse))
-        for key, buffer in module._buffers.items():
+            entries.append(Entry(len(entries), name, param, parameters, key, sparse))
+        for key, buffer in module_buffers.items():
             if buffer is None or id(buffer) in seen:
                 continue
             seen.add(id(buffer))
             name = clean(f"{prefix}.{key}" if prefix else key)
             _refuse_buffer(name, buffer)
-            buffers.append(BufferSite(name, module._buffers, key))
+            buffers.append(BufferSite(name, module_buffers, key))
     if not any(entry.param.requires_grad for entry in entries):
         raise ValueError(
             "the model has no parameter that requires a gradient, so there is nothing to synchronize; "

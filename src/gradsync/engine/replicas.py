@@ -5,20 +5,22 @@ where they lie, for memory is slow when it is new. What is not a tensor (learnin
 """
 
 from __future__ import annotations
-
 import json
 from collections.abc import Iterable
-from typing import Any, NamedTuple
-
+from typing import Any
+from typing import NamedTuple
 import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-
 from gradsync.engine.bucket import Entry
 from gradsync.errors import GradSyncError
-from gradsync.guard.agreement import Document, agree, majority
+from gradsync.guard.agreement import Document
+from gradsync.guard.agreement import agree
+from gradsync.guard.agreement import majority
 from gradsync.transport.lane import Lane
 from gradsync.transport.tickets import Ticket
+from collections.abc import MutableMapping
+
 
 _CHUNK_NBYTES = 16 << 20
 
@@ -57,7 +59,7 @@ class BufferSite(NamedTuple):
     """Where a buffer lives: forward may put another tensor there (`self.count = self.count + 1`)."""
 
     name: str
-    owner: dict[str, torch.Tensor | None]
+    owner: MutableMapping[str, torch.Tensor | None]
     key: str
 
     @property

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from gradsync.engine.bucket import Entry
+from gradsync.engine.scripted import parameters_of
 from gradsync.engine.tracing import Tracing, accord, open_tracer, wanted
 from gradsync.engine.user_hooks import hook_on
 from gradsync.errors import GradSyncError, listed
@@ -117,7 +118,8 @@ def _entries_of(ddp: DistributedDataParallel) -> list[Entry]:
     entries: list[Entry] = []
     for prefix, module in ddp.module.named_modules():
         sparse = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
-        for key, param in module._parameters.items():
+        parameters = parameters_of(module)
+        for key, param in parameters.items():
             if param is None or id(param) in seen:
                 continue
             seen.add(id(param))
@@ -126,7 +128,7 @@ def _entries_of(ddp: DistributedDataParallel) -> list[Entry]:
             name = f"{prefix}.{key}" if prefix else key
             if (hook := hook_on(param)) is not None:
                 raise ValueError(f"parameter {name} is {_OBSERVED if hook.observes else _ATTACHED} first")
-            entries.append(Entry(len(entries), name.replace("_orig_mod.", ""), param, module._parameters, key, sparse))
+            entries.append(Entry(len(entries), name.replace("_orig_mod.", ""), param, parameters, key, sparse))
     if not entries:
         raise ValueError("there is nothing to observe: this DistributedDataParallel averages no parameter")
     return entries

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from gradsync.engine.bucket import Entry
+from gradsync.engine.scripted import parameters_of
 
 _SHOWN = 3
 
@@ -19,7 +20,7 @@ def renew(entries: Iterable[Entry], model: torch.nn.Module) -> list[Entry]:
     keeps the old one.
     """
     homes: dict[int, tuple[MutableMapping[str, Any], str]] = {
-        id(param): (module._parameters, key) for module in model.modules() for key, param in module._parameters.items()
+        id(param): (table, key) for table in map(parameters_of, model.modules()) for key, param in table.items()
     }
     replaced = []
     for entry in entries:
