@@ -5,22 +5,20 @@ where they lie, for memory is slow when it is new. What is not a tensor (learnin
 """
 
 from __future__ import annotations
+
 import json
-from collections.abc import Iterable
-from typing import Any
-from typing import NamedTuple
+from collections.abc import Iterable, MutableMapping
+from typing import Any, NamedTuple
+
 import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
+
 from gradsync.engine.bucket import Entry
 from gradsync.errors import GradSyncError
-from gradsync.guard.agreement import Document
-from gradsync.guard.agreement import agree
-from gradsync.guard.agreement import majority
+from gradsync.guard.agreement import Document, agree, majority
 from gradsync.transport.lane import Lane
 from gradsync.transport.tickets import Ticket
-from collections.abc import MutableMapping
-
 
 _CHUNK_NBYTES = 16 << 20
 

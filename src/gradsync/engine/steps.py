@@ -5,45 +5,35 @@ that every rank takes part in every synchronization, whatever its own backward d
 """
 
 from __future__ import annotations
+
+import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+
 import torch
 from torch.optim import Optimizer
-from gradsync.engine import refusals
-from gradsync.engine.aborted import Aborted
-from gradsync.engine.aborted import Backward
-from gradsync.engine.aborted import accumulates
+
+from gradsync.engine import refusals, together
+from gradsync.engine.aborted import Aborted, Backward, accumulates
 from gradsync.engine.bucket import Entry
 from gradsync.engine.building import Engine
 from gradsync.engine.census import Census
 from gradsync.engine.failing import Failing
-from gradsync.engine.hooks import Hooks
-from gradsync.engine.hooks import queue_callback
-from gradsync.engine.hooks import recomputing
-from gradsync.engine.hooks import refuse_compiled_autograd
+from gradsync.engine.hooks import Hooks, queue_callback, recomputing, refuse_compiled_autograd
 from gradsync.engine.late_hooks import LateHooks
 from gradsync.engine.pacing import check_hooked
 from gradsync.engine.shared_backward import conclude
 from gradsync.engine.tracing import Tracing
 from gradsync.engine.turns import Turns
 from gradsync.engine.user_hooks import UserHooks
-from gradsync.engine.witness import Both
-from gradsync.engine.witness import Nobody
-from gradsync.engine.witness import Witness
-from gradsync.engine.wrapping import check_wrapper
-from gradsync.engine.wrapping import refuse_wrappers
+from gradsync.engine.witness import Both, Nobody, Witness
+from gradsync.engine.wrapping import check_wrapper, refuse_wrappers
 from gradsync.errors import GradSyncError
-from gradsync.guard.calls import Call
-from gradsync.guard.calls import meet
-from gradsync.guard.header import Flag
-from gradsync.guard.header import Head
-import itertools
-from gradsync.engine import together
-
+from gradsync.guard.calls import Call, meet
+from gradsync.guard.header import Flag, Head
 
 _numbers = itertools.count()
 

@@ -1,37 +1,32 @@
 """`GradSync`: a model whose replicas are kept in step. Made by `attach`, taken off by `detach`."""
 
 from __future__ import annotations
+
 import math
 import warnings
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
+
 import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
+
 from gradsync import paces
+from gradsync.engine import together
 from gradsync.engine.aborted import Batches
 from gradsync.engine.keeper import Keeper
 from gradsync.engine.leaving import Leaving
 from gradsync.engine.loss_scaling import Following
 from gradsync.engine.pilot import Pilot
 from gradsync.engine.reducer import Reducer
-from gradsync.engine.replicas import Buffers
-from gradsync.engine.replicas import broadcast_optimizer
-from gradsync.engine.replicas import broadcast_scaler
-from gradsync.engine.replicas import broadcast_tensors
+from gradsync.engine.replicas import Buffers, broadcast_optimizer, broadcast_scaler, broadcast_tensors
 from gradsync.engine.steps import Steps
-from gradsync.errors import Disagreement
-from gradsync.errors import GradSyncError
+from gradsync.errors import Disagreement, GradSyncError
 from gradsync.guard.calls import Call
+from gradsync.guard.header import Flag
 from gradsync.plan import Plan
 from gradsync.transport.lane import Lane
-from gradsync.engine import together
-from gradsync.guard.header import Flag
-
 
 _MAX_WEIGHT = 1e30
 T = TypeVar("T")
