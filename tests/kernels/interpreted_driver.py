@@ -6,7 +6,8 @@ caller's time limit.
 
 Note [Not as on a GPU]
     The interpreter cuts fp32 where it becomes bf16, loses bf16's smallest numbers, and spreads a truth over a block as
-    int32, which is no mask. Here it rounds to the nearest even number, keeps them, and keeps the truth's type.
+    int32, which is no mask. Here it rounds to the nearest even number, keeps them, and keeps the truth's type. The
+    bound of a loop is an array of one element to it, which NumPy from 2.5 on takes for no integer: here it is one.
 """
 
 from __future__ import annotations
@@ -48,6 +49,13 @@ def correct_interpreter() -> None:
         return interpreter.TensorHandle(np.full(kind.shape, arg.data, dtype=arg.data.dtype), arg.dtype.scalar)
 
     builder.cast_impl, builder.create_splat = cast_impl, create_splat
+    patch = interpreter._patch_lang_tensor
+
+    def patch_tensor(tensor: Any, *scope: Any) -> None:
+        patch(tensor, *scope)
+        tensor.__index__ = lambda self: self.handle.data.item()
+
+    interpreter._patch_lang_tensor = patch_tensor
 
 
 def shapes(method: Method, block: int) -> Iterator[list[tuple[int, int, int]]]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gradsync.kernels.digest import digest, launch, reference
+from silent_device import host_never_waits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -25,12 +26,8 @@ def test_every_length_gives_the_digest_of_the_host(dtype: torch.dtype) -> None:
             assert digest(device) == expected
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_it_is_asked_for_without_waiting() -> None:
     tensor = torch.randn(1 << 20, device="cuda")
     launch(tensor)  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with host_never_waits():
         launch(tensor)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

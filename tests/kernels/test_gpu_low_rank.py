@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gradsync.kernels import low_rank
+from silent_device import host_never_waits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -78,10 +79,7 @@ def test_the_same_bits_every_time() -> None:
 
 def test_the_host_never_waits_for_the_device() -> None:
     grad, residual, p, q_own, q_sum = (each.cuda() for each in draw(33, 65, 4, torch.float32))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with host_never_waits():
         low_rank.orthogonalize(low_rank.project(grad, residual, q_own))
         low_rank.project_back(residual, p)
         low_rank.restore(grad, residual, p, q_own, q_sum)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
