@@ -247,3 +247,77 @@ def resume_in_window(combine: Any, window: str) -> None:
 def test_a_resumed_window_averages_what_it_held(combine: str, window: str, run: Callable[..., Any]) -> None:
     """Also where no later batch of the window goes through the same parameters."""
     run(resume_in_window, combine, window)
+
+
+class Refuses(torch.nn.Linear):
+    """Its backward raises where it is told to."""
+
+    armed = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        if self.armed:
+            out.register_hook(self._refuse)
+        return out.clone()
+
+    def _refuse(self, grad: torch.Tensor) -> None:
+        raise ArithmeticError("a user's own exception")
+
+
+def save_inside(what: str) -> tuple[list[str], list[float]]:
+    """In a window of accumulate(3) gradients stand in `.grad` just now, with more than they had."""
+    runs = [Run(gs.Plan(pace=gs.accumulate(3)), lambda: Refuses(2, 1)) for _ in range(2)]
+    first, second = runs
+    first.model(torch.ones(1, 2)).sum().backward()
+    state: dict[str, torch.Tensor] = {}
+    if what == "no_sync":
+        with first.sync.no_sync():
+            first.model(torch.ones(1, 2)).sum().backward()
+        state = first.sync.state_dict()
+    else:
+        first.model.armed = True
+        try:
+            first.model(torch.ones(1, 2)).sum().backward()
+        except ArithmeticError:
+            state = first.sync.state_dict()
+    found = heard(lambda: second.sync.load_state_dict(state))
+    second.optimizer.zero_grad()
+    for batch in range(3):
+        assert second.sync.mid_window == (batch > 0)
+        second.model(torch.full((1, 2), float(batch))).sum().backward()
+    assert second.model.weight.grad is not None
+    grad = second.model.weight.grad.flatten().tolist()
+    for each in runs:
+        each.sync.detach()
+    return found, grad
+
+
+@pytest.mark.parametrize("what", ["no_sync", "raised"])
+def test_what_a_backward_adds_to_just_now_is_said_to_be_lost(what: str, run: Callable[..., Any]) -> None:
+    (found, first), (others, second) = run(save_inside, what)
+    assert len(found) == 1
+    assert "1 backward calls after its beginning, and their gradients are lost" in found[0]
+    assert others == []
+    assert first == second == [1.0, 1.0]
+
+
+def weigh_by_hand(saved: bool) -> list[float]:
+    """What a window by hand holds is the user's, and is not saved: nor are its weights."""
+    run = Run(gs.Plan(), lambda: torch.nn.Linear(1, 1, bias=False))
+    if saved:
+        for weight in (2.0, 7.0):
+            run.sync.set_batch_weight(weight)
+            with run.sync.no_sync():
+                run.model(torch.ones(1, 1)).sum().backward()
+        run.sync.load_state_dict(run.sync.state_dict())
+        run.optimizer.zero_grad()
+    run.sync.set_batch_weight(1.0 + dist.get_rank())
+    run.model(torch.full((1, 1), 1.0 + dist.get_rank())).sum().backward()
+    assert run.model.weight.grad is not None
+    grad = run.model.weight.grad.flatten().tolist()
+    run.sync.detach()
+    return list(grad)
+
+
+def test_the_weights_of_a_window_by_hand_go_with_it(run: Callable[..., Any]) -> None:
+    assert run(weigh_by_hand, True) == run(weigh_by_hand, False)

@@ -242,6 +242,36 @@ def test_without_one_the_second_batch_in_there_is_refused(run: Ranks) -> None:
     assert "rank 1" in other
 
 
+def another_error(heard: bool, steps: bool) -> tuple[float, list[str]]:
+    """The next batch comes while another error is handled, which may lie where that of the backward lay."""
+    run = Run()
+    run.good(0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            run.backward(run.x(1), raises=True)
+        except ArithmeticError:
+            if heard:
+                run.sync.set_batch_weight(1.0)
+        if run.rank == 0 or steps:
+            run.step()
+        try:
+            raise KeyError("not in the cache")
+        except KeyError:
+            run.backward(run.x(2))
+        run.step()
+    run.good(3)
+    return run.end(), [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("steps", [True, False])
+@pytest.mark.parametrize("heard", [True, False])
+def test_in_the_except_block_of_another_error_it_is_another_batch(heard: bool, steps: bool, run: Ranks) -> None:
+    (first, _), (second, said) = run(another_error, heard, steps)
+    assert [first, second] == applied(0, 2, 3)
+    assert not any(AGAIN in each or "KeyError" in each for each in said)
+
+
 def closure() -> float:
     run = Run()
     for batch in range(4):

@@ -600,6 +600,56 @@ def test_weights_belong_to_their_batch(where: str, place: str, run: Ranks) -> No
     assert run(quietly, weigh, where, place) == [expected] * 2
 
 
+def weigh_and_save(what: str) -> float:
+    """Between the weight of a batch and its forward a checkpoint is made, or what was launched comes to its end."""
+    run = Run()
+    batches = iter(run.sync.data(Stumbles(1 if what == "loader" and run.rank == 1 else None)))
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return run.end()
+        except ArithmeticError:
+            continue
+        run.sync.set_batch_weight(3.0 if run.rank else 1.0)
+        run.sync.state_dict()
+        loss = run.model(run.x(batch))
+        if what == "callback" and batch == 1:
+            loss.register_hook(lambda _: Variable._execution_engine.queue_callback(fail))
+        try:
+            loss.backward()
+        except ArithmeticError:
+            continue
+        run.step()
+        run.zero_grad()
+
+
+class Stumbles:
+    """Four batches, of which one may raise."""
+
+    def __init__(self, at: int | None) -> None:
+        self.batches, self.at = iter(range(4)), at
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> int:
+        batch = next(self.batches)
+        if batch == self.at:
+            raise ArithmeticError("a file is gone")
+        return batch
+
+
+def fail() -> None:
+    raise ArithmeticError("a user's own exception")
+
+
+@pytest.mark.parametrize("what", ["loader", "callback"])
+def test_a_weight_outlives_a_checkpoint(what: str, run: Ranks) -> None:
+    expected = -sum(gradient(batch, 0) / 4 + gradient(batch, 1) * 3 / 4 for batch in (0, 2, 3))
+    assert run(quietly, weigh_and_save, what) == [expected] * 2
+
+
 def prefetch() -> float:
     """A loop that asks for the next batch before the backward of this one; its loader raises once."""
     run = Run()
@@ -663,10 +713,6 @@ def interrupt_the_end() -> float:
     for batch in range(4):
         loss = run.model(run.x(batch))
         if (run.rank, batch) == (1, 2):
-
-            def fail() -> None:
-                raise ArithmeticError("a user's own exception")
-
             loss.register_hook(lambda _: Variable._execution_engine.queue_callback(fail))
         with run.caught():
             loss.backward()

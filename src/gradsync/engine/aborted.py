@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from gradsync.engine.bucket import Entry
 from gradsync.engine.hooks import queue_callback
 from gradsync.engine.together import before_batch
-from gradsync.engine.tried_again import Retries, Seen, handled, is_again
+from gradsync.engine.tried_again import Retries, Seen, handled, is_again, number_of
 from gradsync.errors import GradSyncError
 from gradsync.guard.header import Flag
 from gradsync.guard.verdict import TOO_MANY, interrupted
@@ -58,6 +58,7 @@ class Backward:
     end: weakref.ref[Callable[[], None]]  # the callback, which only autograd keeps
     fired: bool = False  # whether a gradient has arrived
     noted: bool = False  # whether it was noted that it raised
+    error: str = ""  # and what, if that was handled then
     aside: Sequence[tuple[torch.Tensor, torch.Tensor | None]] | None = (
         None  # what was in `.grad`, if it comes to nothing
     )
@@ -74,7 +75,7 @@ class Raised(NamedTuple):
     flag: Flag
     no_sync: bool
     error: str
-    error_id: int  # of the exception, while it is handled
+    number: int  # of the exception
     inputs: Seen = ()
     before: Seen = ()  # what the forward before this one was given
 
@@ -89,6 +90,7 @@ class Aborted:
         self._raised: deque[Raised] = deque()
         self._busy = False
         self._weight: float | None = None  # set since something raised: the next batch's
+        self._left_behind = False  # an average came when its backward had raised, and no step since
         self._in_a_row = 0  # batches that only this rank dropped
         self.retries = Retries(lambda: steps.reducer.lane.place())
 
@@ -109,12 +111,12 @@ class Aborted:
         """The model's forward raised."""
         if not self.retries.under_way:
             seen = self.retries.inputs, self.retries.before
-            self._note(Raised(Flag.FORWARD, self._steps.no_sync_depth > 0, _said(error), id(error), *seen))
+            self._note(Raised(Flag.FORWARD, self._steps.no_sync_depth > 0, _said(error), number_of(error), *seen))
 
     def loader_did(self, error: BaseException) -> None:
         """The loader raised instead of giving a batch."""
         self.batch_came()
-        self._note(Raised(Flag.LOADER, self._steps.no_sync_depth > 0, _said(error), id(error)))
+        self._note(Raised(Flag.LOADER, self._steps.no_sync_depth > 0, _said(error), number_of(error)))
 
     def batch_came(self) -> None:
         """The loader was asked for another batch: the one before is not tried again."""
@@ -130,7 +132,7 @@ class Aborted:
         now = list(inputs)
         if self._raised and self._raised[-1].flag is Flag.FORWARD:
             last = self._raised[-1]
-            if last.error_id in handled() or is_again(last.inputs, last.before, now):
+            if last.number in handled() or is_again(last.inputs, last.before, now):
                 self._raised.pop()
         self._note_backward()
         self.retries.forward_comes(now)
@@ -143,6 +145,8 @@ class Aborted:
         backward.noted = True
         if backward.aside is None and (backward.fired or backward.accumulates):
             self.retries.backward_raised()
+            error = sys.exception()
+            backward.error = _said(error) if error is not None and self.retries.inside else ""
 
     def weight_comes(self, weight: float) -> None:
         """The user set a weight: if something raised before, it is not for that batch."""
@@ -166,29 +170,31 @@ class Aborted:
                 self._drop(raised.flag, raised.no_sync or self._goes_on(raised), raised.error, whole=True)
         finally:
             self._busy = False
-        weight, self._weight = self._weight, None
-        if weight is not None:
+        if self._weight is not None and not self._raised:
+            weight, self._weight = self._weight, None
             reducer = self._steps.reducer
             reducer.micro.set_weight(weight, self._steps.pace.micro_batches, reducer.backwards)
 
     def put_right_before_forward(self) -> None:
         """The same before the next batch, which must not add to a gradient that the loop has left behind."""
-        left = self._steps.launched is not None
         self.put_right()
-        if left:
+        if self._left_behind:
+            self._left_behind = False
             self._steps.clear_gradients()
 
     def put_right_before(self, optimizer: Optimizer) -> None:
         """The same before its step, for which a batch of the loader is missed only if no backward came."""
         self.put_right(loader=self._steps.unsynchronized > 0 or self._steps.turns.missed(optimizer))
+        self._left_behind = False
 
     def put_right_as_mate(self) -> None:
         """The same before another model waits, unless this is about to be tried again."""
-        if not (self._forward_raised and any(raised.error_id in handled() for raised in self._raised)):
+        if not (self._forward_raised and any(raised.number in handled() for raised in self._raised)):
             self.put_right()
 
     def put_right_before_weight(self) -> None:
         """A weight is for the batch that comes: a backward that raised has to be over. A forward may be tried again."""
+        self._complete()
         self._note_backward()
         if self._steps.backward is not None and self._steps.backward.raised:
             self._drop_backward(whole=True)
@@ -250,6 +256,7 @@ class Aborted:
         if self._steps.launched is not None and not self._steps.failed:
             self._steps.launched()
             self._steps.user_hooks.deliver()
+            self._left_behind = True
 
     def _catch_up(self) -> None:
         """Do what comes before a batch."""
@@ -269,8 +276,7 @@ class Aborted:
         if not backward.fired and not backward.accumulates:
             self._steps.nothing_came()
             return
-        error = sys.exception()
-        self._drop(Flag.NONE, backward.no_sync, "" if error is None else _said(error), whole)
+        self._drop(Flag.NONE, backward.no_sync, backward.error, whole)
 
     def _drop(self, flag: Flag, no_sync: bool, error: str, whole: bool) -> None:
         """Take part in what the others do with a batch; `whole`: with what was still to come of it too."""

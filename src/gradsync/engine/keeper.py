@@ -91,9 +91,11 @@ class Keeper:
             recipe=self._recipe,
             arrangement=self._reducer.agenda.arrangement(),
         )
-        weighed = self._reducer.weighting.state()
+        by_hand = self._steps.unsynchronized > 0 and not held.backwards  # the user's own, and not in the state
+        weighed = None if by_hand else self._reducer.weighting.state()
+        num_hidden = len(held.hidden) + held.num_shown
         aborted = self._steps.aborted.spoiled if held.backwards else 0
-        part = Part(kept.residuals, held.hidden, len(held.hidden), weighed, pace.own, int(aborted))
+        part = Part(kept.residuals, held.hidden, num_hidden, weighed, pace.own, int(aborted))
         mark = {f"{self._kind}.apart": torch.tensor(int(self._pace.replicas_differ), device="cpu")}
         stored = pace.shared if self._pace.engine_averages else pace.shared | mark
         return Saved(shared, kept.factors, {self._lane.groups.rank: part}, stored)
@@ -155,7 +157,8 @@ class Keeper:
                 f"this state was saved inside a window of accumulate(k), {shared.backwards} backward calls after its "
                 "beginning, and their gradients are lost: the window begins anew. To go on in it takes the same pace, "
                 "as many ranks, every rank's state, and a saver that keeps hidden gradients "
-                "(torch.distributed.checkpoint does not: with it, save while sync.mid_window is False)"
+                "(torch.distributed.checkpoint does not: with it, save while sync.mid_window is False). What a "
+                "backward that raised, or one under no_sync(), has begun to add to cannot be saved"
             )
         waiting = self._reducer.shipping.waiting
         if waiting and shared.arrangement.learned:

@@ -11,14 +11,20 @@ Note [A backward tried again]
     in the `except` block of that very error    it is that batch: its gradients come to nothing, with a warning
     after it, with the same input               it may be that batch, or another pass over this data: refused
     after `step()`, or a batch of sync.data()   it is another batch
+
+Note [Which error is handled]
+    An error is not kept: its frames hold the tensors of the batch. What is kept is a number that it is given, for the
+    address of one that is gone is soon that of another. Autograd does not say what it gave a backward up for, and we
+    hear of it late, perhaps while another error is handled: the traceback tells which of them came out of a backward.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,12 +32,13 @@ import torch
 from gradsync.engine import refusals
 
 Seen = tuple[weakref.ref[torch.Tensor], ...]
+_numbers = itertools.count()
 
 
 class Failed(NamedTuple):
     """A batch whose backward raised."""
 
-    error_ids: frozenset[int]  # of that exception and what it came of, if it was handled when we heard of it
+    errors: frozenset[int]  # numbers of that exception and what it came of, if it was handled when we heard of it
     inputs: Seen
     before: Seen  # what the forward before this one was given
 
@@ -50,12 +57,13 @@ class Retries:
 
     def backward_raised(self) -> None:
         """A backward raised since the last forward."""
-        self._failed, self._over = Failed(handled() - self._handled, self.inputs, self.before), False
+        errors = handled(_came_of_backward) - self._handled
+        self._failed, self._over = Failed(errors, self.inputs, self.before), False
 
     @property
     def inside(self) -> bool:
         """Whether this is the `except` block of that backward."""
-        return self._failed is not None and bool(self._failed.error_ids & handled())
+        return self._failed is not None and bool(self._failed.errors & handled())
 
     def forward_comes(self, now: Sequence[torch.Tensor]) -> None:
         """A forward begins: of that batch, or of another one."""
@@ -96,13 +104,32 @@ class Retries:
         self.under_way = True
 
 
-def handled() -> frozenset[int]:
+def number_of(error: BaseException) -> int:
+    """Its own, which no other has: see [Which error is handled]."""
+    number: int = vars(error).setdefault("_gradsync_number", next(_numbers))
+    return number
+
+
+def handled(which: Callable[[BaseException], bool] = lambda error: True) -> frozenset[int]:
     """The exceptions that are handled just now: the one, and those it came of."""
-    found, error = set[int](), sys.exception()
-    while error is not None and id(error) not in found:
-        found.add(id(error))
+    return frozenset(number_of(error) for error in _chain(sys.exception()) if which(error))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
         error = error.__cause__ or error.__context__
-    return frozenset(found)
+
+
+def _came_of_backward(error: BaseException) -> bool:
+    traceback = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_name == "_engine_run_backward":
+            return True
+        traceback = traceback.tb_next
+    return False
 
 
 def is_again(last: Seen, before: Seen, now: Iterable[torch.Tensor]) -> bool:

@@ -79,6 +79,7 @@ class Held(NamedTuple):
 
     backwards: int  # since it began
     hidden: State
+    num_shown: int = 0  # how many more a backward has begun to add to, so that they are not what they were
 
 
 class Pace(ABC):

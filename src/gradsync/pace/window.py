@@ -35,6 +35,7 @@ class Window(Pace):
         self.backwards = 0
         self._parameters = parameters
         self._hidden: dict[str, torch.Tensor] = {}
+        self._num_shown = 0  # of a window that goes on: how many a backward has begun to add to
         self._rates = rates if self.k > 1 else None
 
     @property
@@ -58,6 +59,7 @@ class Window(Pace):
             self._rates.micro_batch_begins()
         if not self._hidden:
             return
+        self._num_shown = len(self._hidden)
         for name, parameter in self._parameters:
             hidden = self._hidden.pop(name, None)
             if hidden is not None:
@@ -75,21 +77,22 @@ class Window(Pace):
 
     def put_away(self) -> None:
         """Move every gradient out of sight, if a window is open."""
+        self._num_shown = 0
         for name, parameter in self._parameters if self.backwards else ():
             if parameter.grad is not None:
                 self._hidden[name] = parameter.grad
                 parameter.grad = None
 
     def averaged(self) -> None:
-        self.backwards = 0
+        self.backwards = self._num_shown = 0
         self._hidden.clear()
 
     def held(self) -> Held:
-        return Held(self.backwards, {name: grad.clone() for name, grad in self._hidden.items()})
+        return Held(self.backwards, {name: grad.clone() for name, grad in self._hidden.items()}, self._num_shown)
 
     def hold(self, held: Held) -> None:
         self.backwards = held.backwards
-        self._hidden = {name: grad.clone() for name, grad in held.hidden.items()}
+        self._hidden, self._num_shown = {name: grad.clone() for name, grad in held.hidden.items()}, 0
 
     def rescale(self, ratio: torch.Tensor) -> None:
         for name, grad in self._hidden.items():
