@@ -179,6 +179,32 @@ def test_two_optimizers_may_step_after_it_or_not(steps: str, run: Ranks) -> None
     assert run(quietly, two_optimizers, steps) == applied(0, 2, 3)
 
 
+def roll_back(inside: bool) -> float:
+    """After an exception all ranks go back to a checkpoint, and do its batch again, with the very same tensor."""
+    run = Run()
+    run.good(0)
+    state, x = run.sync.state_dict(), run.x(1)
+    try:
+        run.backward(x, raises=True)
+        run.step()
+    except ArithmeticError:
+        if inside:
+            run.sync.load_state_dict(state)
+            run.backward(x)
+            run.step()
+    if not inside or run.rank == 0:
+        run.sync.load_state_dict(state)
+        run.backward(x)
+        run.step()
+    run.good(2)
+    return run.end()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_from_a_checkpoint_its_batch_is_another_one(inside: bool, run: Ranks) -> None:
+    assert run(quietly, roll_back, inside) == applied(0, 1, 2)
+
+
 def later(what: str) -> str | float:
     """The batch is tried again when the `except` block has been left."""
     run = Run()

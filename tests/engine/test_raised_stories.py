@@ -165,7 +165,11 @@ def save_at_once(where: str, pace: Any) -> float:
     """The loop goes on after an exception with a checkpoint, of the same step on every rank, and is resumed from it."""
     run = Run(gs.Plan(pace=pace, bucket_bytes=1024))
     run.good(0, 1)
-    run.bad(2, where)
+    if where == "loader" and run.rank == 1:
+        with run.caught():
+            next(run.sync.data(Stumbles(0)))
+    else:
+        run.bad(2, where)
     state, model = run.sync.state_dict(), run.model.state_dict()
     values = {key: tensor.clone() for key, tensor in model.items()}
     run.sync.detach()
@@ -178,7 +182,7 @@ def save_at_once(where: str, pace: Any) -> float:
     return again.end()
 
 
-@pytest.mark.parametrize("where", [BEFORE, MIDDLE, "forward"])
+@pytest.mark.parametrize("where", [BEFORE, MIDDLE, "forward", "loader"])
 @pytest.mark.parametrize("pace", [gs.every_step(), gs.accumulate(2)], ids=repr)
 def test_a_checkpoint_after_an_exception_is_of_the_same_step_everywhere(where: str, pace: Any, run: Ranks) -> None:
     left = (0, 1, 3) if pace == gs.every_step() else (0, 1)

@@ -76,6 +76,7 @@ class Raised(NamedTuple):
     no_sync: bool
     error: str
     number: int  # of the exception
+    turn: int  # backwards that had ended
     inputs: Seen = ()
     before: Seen = ()  # what the forward before this one was given
 
@@ -105,18 +106,22 @@ class Aborted:
     def _forward_raised(self) -> bool:
         return any(raised.flag is Flag.FORWARD for raised in self._raised)
 
+    @property
+    def _turn(self) -> int:
+        return self._steps.turns.num_backwards
+
     # What is heard
 
     def forward_did(self, error: BaseException) -> None:
         """The model's forward raised."""
         if not self.retries.under_way:
-            seen = self.retries.inputs, self.retries.before
-            self._note(Raised(Flag.FORWARD, self._steps.no_sync_depth > 0, _said(error), number_of(error), *seen))
+            when = self._turn, self.retries.inputs, self.retries.before
+            self._note(Raised(Flag.FORWARD, self._steps.no_sync_depth > 0, _said(error), number_of(error), *when))
 
     def loader_did(self, error: BaseException) -> None:
         """The loader raised instead of giving a batch."""
         self.batch_came()
-        self._note(Raised(Flag.LOADER, self._steps.no_sync_depth > 0, _said(error), number_of(error)))
+        self._note(Raised(Flag.LOADER, self._steps.no_sync_depth > 0, _said(error), number_of(error), self._turn))
 
     def batch_came(self) -> None:
         """The loader was asked for another batch: the one before is not tried again."""
@@ -186,6 +191,11 @@ class Aborted:
         """The same before its step, for which a batch of the loader is missed only if no backward came."""
         self.put_right(loader=self._steps.unsynchronized > 0 or self._steps.turns.missed(optimizer))
         self._left_behind = False
+
+    def put_right_before_saving(self) -> None:
+        """The same before a checkpoint, where a batch of the loader may still be ahead of those that were computed."""
+        missed = [each.turn == self._turn for each in self._raised if each.flag is Flag.LOADER]
+        self.put_right(loader=any(missed[:1]))
 
     def put_right_as_mate(self) -> None:
         """The same before another model waits, unless this is about to be tried again."""

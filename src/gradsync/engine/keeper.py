@@ -70,7 +70,7 @@ class Keeper:
     def state(self) -> State:
         """This rank's. A batch that raised is finished first, as the others have done; not while it is handled."""
         if sys.exception() is None and not self._steps.failed:
-            self._steps.aborted.put_right(loader=False)
+            self._steps.aborted.put_right_before_saving()
         return flatten(self._saved())
 
     def state_of_all(self) -> State:
@@ -132,6 +132,7 @@ class Keeper:
         self._reducer.weighting.unit = shared.unit
         self._reducer.weighting.load(parts[0].weight if goes_on else None)
         self._steps.aborted.spoiled = Flag(parts[0].aborted if goes_on else 0)
+        self._steps.aborted.retries.another_batch()
         self._lane.step = shared.step
 
     def _go_on_in(self, held: Held) -> None:

@@ -10,7 +10,7 @@ Note [A backward tried again]
 
     in the `except` block of that very error    it is that batch: its gradients come to nothing, with a warning
     after it, with the same input               it may be that batch, or another pass over this data: refused
-    after `step()`, or a batch of sync.data()   it is another batch
+    after `step()`, or a batch of sync.data()   it is another batch, and so after `load_state_dict()`
 
 Note [Which error is handled]
     An error is not kept: its frames hold the tensors of the batch. What is kept is a number that it is given, for the
@@ -91,7 +91,7 @@ class Retries:
         self._over, self.under_way = self._failed is not None, False
 
     def another_batch(self) -> None:
-        """The loader gave one."""
+        """The loader gave one, or all ranks continue from a state: what comes is in none that raised."""
         self._failed, self._over, self.under_way = None, False, False
 
     def _begin(self) -> None:

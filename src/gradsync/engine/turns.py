@@ -18,7 +18,7 @@ class Turns:
     """A backward's turn, then each optimizer's."""
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
-        self._num_backwards = 0
+        self.num_backwards = 0
         self._seen = {id(optimizer): 0 for optimizer in optimizers}
         self._num_steps = 0  # since the last synchronization
         self._sure = True
@@ -29,15 +29,15 @@ class Turns:
 
     def backward_ended(self) -> None:
         """A backward has ended, or something that counts as one."""
-        self._num_backwards += 1
+        self.num_backwards += 1
 
     def missed(self, optimizer: Optimizer) -> bool:
         """Whether no backward has ended since its last step."""
-        return self._seen[id(optimizer)] == self._num_backwards
+        return self._seen[id(optimizer)] == self.num_backwards
 
     def stepped(self, optimizer: Optimizer) -> None:
         """It has had its turn, even if it applied nothing."""
-        self._seen[id(optimizer)] = self._num_backwards
+        self._seen[id(optimizer)] = self.num_backwards
 
     def step_ended(self) -> None:
         """An optimizer's `step()` has run."""
@@ -53,4 +53,4 @@ class Turns:
 
     def is_next(self, optimizer: Optimizer) -> None:
         """Its step is still to come."""
-        self._seen[id(optimizer)] = self._num_backwards - 1
+        self._seen[id(optimizer)] = self.num_backwards - 1
