@@ -102,6 +102,17 @@ def test_a_rank_killed_on_another_host_is_named(begin: Begin) -> None:
         assert "gives no sign of life" in error["text"]
 
 
+def test_who_comes_last_does_not_blame_only_those_who_noticed(begin: Begin) -> None:
+    """Rank 0 has raised and ended when rank 2 comes: its card may be there, and rank 1's is."""
+    scene = begin("attach", "come", last=2)
+    scene.wait([0, 2], 60)
+    for rank in [0, 2]:
+        [error] = scene.events(rank, "raised")
+        assert (error["kind"], error["ranks"] in ([1], [0, 1])) == ("PeerLost", True), scene.text()
+    assert scene.events(0, "raised")[0]["ranks"] == [1], scene.text()
+    scene.end()
+
+
 def test_who_notices_last_hears_whom_the_keeper_of_the_store_lost(begin: Begin) -> None:
     """Rank 0 ends when it has raised, and the store with it."""
     named(begin("attach", "wait", remote=True, tcp=True, patient=2))
