@@ -70,6 +70,12 @@ def test_the_rank_that_keeps_the_store_is_named(begin: Begin) -> None:
         named(begin("attach", point, victim=0, tcp=True), victim=0)
 
 
+def test_who_finds_no_store_names_the_rank_that_keeps_it(begin: Begin) -> None:
+    """Rank 2 comes when rank 0 has been killed and rank 1 has raised: it has not seen a single card."""
+    *_, error = named(begin("attach", "come", victim=0, tcp=True, last=2), victim=0)
+    assert "the store in which the ranks meet was lost in attach" in error["text"]
+
+
 @pytest.mark.parametrize("what", ["again", "switch"])
 @pytest.mark.parametrize("point", ["met", "wait"])
 def test_who_is_known_already_is_named_even_before_it_came(begin: Begin, what: str, point: str) -> None:

@@ -59,8 +59,8 @@ class Meeting:
         except GradSyncError:
             raise
         except RuntimeError as error:
-            # Else rank 0 is among the peers: who looks after them sees what became of it.
-            if 0 in [groups.ranks[rank] for rank in self.absent]:
+            # Who has seen rank 0 looks after it, and sees what became of it.
+            if rank != 0 and 0 in ranks and ranks.index(0) not in self.peers:
                 raise self._without_a_store(error) from error
             raise
 
