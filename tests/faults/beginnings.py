@@ -1,9 +1,10 @@
 """What the processes of a scene do when the fault lies in a beginning: groups, meetings and connections are made.
 
-    met │ sight │ set │ wait │ get │ agreed            of `gs.init`: seat │ met │ sight │ forming │ formed
+    met │ come │ sight │ set │ wait │ get │ agreed            of `gs.init`: seat │ met │ sight │ forming │ formed
 
-The victim acts when it comes to the named point: before it has met anybody; when all cards were there; before and
-after its address is in the store; with the first address of a peer in hand; when all is connected.
+The victim acts when it comes to the named point: before it has met anybody; when its card is there; when all cards
+were there; before and after its address is in the store; with the first address of a peer in hand; when all is
+connected.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ from gradsync.launch import forming
 from gradsync.transport.connecting import PolledStore
 from gradsync.transport.hosts import declare_host
 from gradsync.transport.meeting import Meeting
+from gradsync.transport.processes import is_gone
 
 POINTS: dict[str, tuple[Any, str]] = {
     "met": (Meeting, "hold"),
+    "come": (Meeting, "_take"),
     "sight": (Meeting, "_compare_sights"),
     "set": (PolledStore, "set"),
     "wait": (PolledStore, "wait"),
@@ -64,10 +67,11 @@ def begin(
     tcp: bool = False,
     interrupted: int = -1,
     patient: int = -1,
+    last: int = -1,
 ) -> None:
     """Begin `what`; the victim acts at its `time`-th coming to the point. Rank `interrupted` hears Ctrl-C then.
 
-    Rank `patient` notices silence later than the others.
+    Rank `patient` notices silence later than the others. Rank `last` begins when all other processes have ended.
     """
     if rank == patient:
         guard = guard | {"dead_after": 3 * guard["dead_after"]}
@@ -97,6 +101,8 @@ def begin(
         dist.barrier()
     if rank == victim:
         arm()
+    if rank == last:
+        until(lambda: all(is_gone(pid) for peer, pid in pids.items() if peer != last))
     try:
         journal.write("beginning")
         if what == "switch":

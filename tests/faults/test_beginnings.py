@@ -70,6 +70,12 @@ def test_the_rank_that_keeps_the_store_is_named(begin: Begin) -> None:
         named(begin("attach", point, victim=0, tcp=True), victim=0)
 
 
+def test_who_finds_no_store_names_the_rank_that_keeps_it(begin: Begin) -> None:
+    """Rank 2 comes when rank 0 has been killed and rank 1 has raised: it has not seen a single card."""
+    *_, error = named(begin("attach", "come", victim=0, tcp=True, last=2), victim=0)
+    assert "the store in which the ranks meet was lost in attach" in error["text"]
+
+
 @pytest.mark.parametrize("what", ["again", "switch"])
 @pytest.mark.parametrize("point", ["met", "wait"])
 def test_who_is_known_already_is_named_even_before_it_came(begin: Begin, what: str, point: str) -> None:
@@ -100,6 +106,17 @@ def test_a_rank_stopped_inside_attach_is_named(begin: Begin, point: str) -> None
 def test_a_rank_killed_on_another_host_is_named(begin: Begin) -> None:
     for error in named(begin("attach", "wait", remote=True, tcp=True)):
         assert "gives no sign of life" in error["text"]
+
+
+def test_who_comes_last_does_not_blame_only_those_who_noticed(begin: Begin) -> None:
+    """Rank 0 has raised and ended when rank 2 comes: its card may be there, and rank 1's is."""
+    scene = begin("attach", "come", last=2)
+    scene.wait([0, 2], 60)
+    for rank in [0, 2]:
+        [error] = scene.events(rank, "raised")
+        assert (error["kind"], error["ranks"] in ([1], [0, 1])) == ("PeerLost", True), scene.text()
+    assert scene.events(0, "raised")[0]["ranks"] == [1], scene.text()
+    scene.end()
 
 
 def test_who_notices_last_hears_whom_the_keeper_of_the_store_lost(begin: Begin) -> None:

@@ -150,3 +150,9 @@ def test_there_is_a_limit_on_streams(server: Server) -> None:
 
 def test_a_host_that_is_gone_without_a_word_is_noticed(server: Server) -> None:
     assert server._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+
+
+def test_the_page_promises_what_is_kept() -> None:
+    page = " ".join((Path(__file__).parents[2] / "docs" / "watch.md").read_text().split())
+    assert f"at most 16 KiB and {hurry.HURRY_S:g} seconds" in page
+    assert f"that nobody reads for {hurry.HURRY_S:g} seconds is cut" in page

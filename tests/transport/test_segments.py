@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from gradsync import cgroups
 from gradsync.errors import NotEnoughMemory
 from gradsync.policy import Guard
 from gradsync.transport import segments
@@ -228,6 +230,23 @@ def test_what_one_rank_lacks_all_lack(victim: int, run: Callable[..., Any]) -> N
             )
         else:
             assert said == f"gradsync needs 8.4 MB of shared memory on every rank, but rank {victim} has not got it"
+
+
+def ask_in_a_small_container() -> str:
+    """Its limit is reached by all ranks of the host together, and is no limit of the machine."""
+    with a_lane() as lane:
+        with patch.object(cgroups, "free_memory_nbytes", return_value=64 << 20), pytest.raises(NotEnoughMemory) as lack:
+            take(lane, 40 << 20)
+        memory, _ = take(lane, 40 << 20)
+        memory.fill_(1)
+        return str(lack.value)
+
+
+def test_the_limit_of_the_container_counts(run: Callable[..., Any]) -> None:
+    for said in run(ask_in_a_small_container):
+        assert said == (
+            "gradsync needs 41.9 MB of shared memory for each of the 2 ranks of this host, but 67.1 MB are free in all"
+        )
 
 
 def test_what_is_available_is_a_number_below_the_machine() -> None:

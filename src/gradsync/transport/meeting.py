@@ -59,8 +59,8 @@ class Meeting:
         except GradSyncError:
             raise
         except RuntimeError as error:
-            # Else rank 0 is among the peers: who looks after them sees what became of it.
-            if 0 in [groups.ranks[rank] for rank in self.absent]:
+            # Who has seen rank 0 looks after it, and sees what became of it.
+            if rank != 0 and 0 in ranks and ranks.index(0) not in self.peers:
                 raise self._without_a_store(error) from error
             raise
 
@@ -81,7 +81,7 @@ class Meeting:
         # Before the card: who has seen that reads the other, and must not wait for it.
         store.set(_key(_BEATS, groups.rank), encode(self._own()))  # type: ignore[arg-type]  # bytes are taken as they are
         store.set(_key(_CARDS, groups.rank), mine)  # type: ignore[arg-type]
-        cards = {groups.rank: mine}
+        cards, gone = {groups.rank: mine}, []
 
         def see(rank: int, card: bytes) -> None:
             cards[rank] = card
@@ -91,9 +91,13 @@ class Meeting:
                 self.peers = dict(sorted({**self.peers, rank: local}.items()))
                 remember(groups.ranks[rank], pid)
             elif (their_host, their_kernel) == (host, kernel) and is_gone(pid):
-                raise self._ended([groups.ranks[rank]])
+                gone.append(groups.ranks[rank])
 
-        self._take(store, _CARDS, attempt, bound, see)
+        def check() -> None:
+            if gone:  # all whose cards are there: who noticed the first has ended too by the time another comes
+                raise self._ended(gone)
+
+        self._take(store, _CARDS, attempt, bound, see, check)
         remote = [rank for rank in range(groups.size) if rank != groups.rank and rank not in self.peers]
         if remote:
             self._write_home(store, remote)
@@ -124,9 +128,15 @@ class Meeting:
         self.peers = dict(sorted((self.peers | {rank: RemotePeer(mailbox, rank) for rank in remote}).items()))
 
     def _take(
-        self, store: Store, kind: str, attempt: Attempt[Any], bound: Awake, see: Callable[[int, bytes], None]
+        self,
+        store: Store,
+        kind: str,
+        attempt: Attempt[Any],
+        bound: Awake,
+        see: Callable[[int, bytes], None],
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Show everybody's value to `see`, each as soon as it is there."""
+        """Show everybody's value to `see`, each as soon as it is there; then `check` what there is."""
         groups, pause = self._groups, attempt.pauses()
         missing = [rank for rank in range(groups.size) if rank != groups.rank]
         while missing:
@@ -135,6 +145,7 @@ class Meeting:
             values = store.multi_get([_key(kind, rank) for rank in here]) if here else []
             for rank, value in zip(here, values, strict=True):
                 see(rank, bytes(value))
+            check()
             missing = [rank for rank in missing if rank not in here]
             if kind == _CARDS:
                 self.absent = missing
@@ -156,9 +167,10 @@ class Meeting:
 
     def _ended(self, ranks: list[int]) -> PeerLost:
         groups = self._groups
+        processes, own = ("process", "its own") if len(ranks) == 1 else ("processes", "their own")
         return PeerLost(
-            f"{place(groups.ranks[groups.rank], groups.size)} the process of {listed(ranks)} ended before all had met "
-            "in attach; see its own output for why, and let the launcher restart all ranks",
+            f"{place(groups.ranks[groups.rank], groups.size)} the {processes} of {listed(ranks)} ended before all had "
+            f"met in attach; see {own} output for why, and let the launcher restart all ranks",
             ranks,
         )
 
