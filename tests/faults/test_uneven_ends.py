@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from nursery import Nursery, Scene
+
+import gradsync as gs
+from gradsync.engine.leaving import going_on
 
 BATCHES = [4, 2, 4]
 JOIN = "if ranks have unequally many batches, train inside `with sync.join():` on every rank"
@@ -65,3 +71,50 @@ def test_who_ends_by_an_exception_did_not_run_out_of_batches(begin: Begin) -> No
         assert "join" not in text
     assert "would go on" not in scene.text()
     scene.end()
+
+
+def _frozen(sync: gs.GradSync, model: torch.nn.Module) -> None:
+    model.requires_grad_(False)
+    model(torch.randn(2, 3, requires_grad=True)).sum().backward()  # the generator's backward in a GAN
+
+
+def _derived(sync: gs.GradSync, model: torch.nn.Module) -> None:
+    torch.autograd.grad(model(torch.randn(2, 3)).sum(), list(model.parameters()))
+
+
+def _unsynchronized(sync: gs.GradSync, model: torch.nn.Module) -> None:
+    with sync.no_sync():
+        _backward(sync, model)
+
+
+def _backward(sync: gs.GradSync, model: torch.nn.Module) -> None:
+    model(torch.randn(2, 3)).sum().backward()
+
+
+def _seen_after(name: str) -> tuple[list[int], str]:
+    """Who would go on, and where the neighbour is, after a backward that nobody else has to come to."""
+    act, plan = BY_THEMSELVES[name]
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = gs.attach(model, optimizer, plan)
+    act(sync, model)
+    dist.barrier()
+    sights = sync._lane.liveness.sights()
+    seen = going_on(sights, sync._lane.step), str(sights[1 - dist.get_rank()].state.phase)
+    dist.barrier()
+    sync.detach()
+    return seen
+
+
+BY_THEMSELVES: dict[str, tuple[Callable[[gs.GradSync, torch.nn.Module], None], gs.Plan]] = {
+    "frozen": (_frozen, gs.Plan()),
+    "autograd.grad": (_derived, gs.Plan()),
+    "no_sync": (_unsynchronized, gs.Plan()),
+    "window": (_backward, gs.Plan(pace=gs.accumulate(2))),
+    "local_sgd": (_backward, gs.Plan(pace=gs.local_sgd(2))),
+}
+
+
+@pytest.mark.parametrize("name", BY_THEMSELVES)
+def test_a_backward_that_synchronizes_nothing_leaves_nobody_in_a_step(run: Callable[..., Any], name: str) -> None:
+    assert run(_seen_after, name) == [([], "computing")] * 2

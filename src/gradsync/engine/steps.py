@@ -34,6 +34,7 @@ from gradsync.engine.wrapping import check_wrapper, refuse_wrappers
 from gradsync.errors import GradSyncError
 from gradsync.guard.calls import Call, meet
 from gradsync.guard.header import Flag, Head
+from gradsync.transport.page import Phase
 
 _numbers = itertools.count()
 
@@ -230,6 +231,7 @@ class Steps(Failing):
     def _ended(self) -> None:
         backward, self.backward = self.backward, None
         assert backward is not None
+        self._lane.at(Phase.COMPUTING)  # unless it synchronizes, the others come to their next step without it
         if not backward.fired:
             self.nothing_came()
             return
