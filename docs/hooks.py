@@ -21,7 +21,7 @@ from mkdocs.plugins import get_plugin_logger
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from gradsync.cli import entry
+from gradsync.cli import main
 
 _LOG = get_plugin_logger("docs/hooks.py")
 _ROOT = Path(__file__).parent.parent
@@ -95,7 +95,7 @@ def _in_repository(file: File) -> str:
 def _commands() -> str:
     """What every command says of itself, asked of the commands, so that it is what they say."""
     told = ["# Commands", "What `--help` says of each. Exit codes: 0 done, 1 the run itself failed, 2 bad input."]
-    for words in ([], *([name] for name in entry._COMMANDS)):
+    for words in ([], *([name] for name in main._COMMANDS)):
         told.append(f"## {' '.join(['gradsync', *words])}")
         told.append(f"```text\n{_help(words)}\n```")
     return "\n\n".join(told) + "\n"
@@ -104,5 +104,5 @@ def _commands() -> str:
 def _help(words: list[str]) -> str:
     said = StringIO()
     with patch.dict(os.environ, COLUMNS=_WIDTH), redirect_stdout(said), suppress(SystemExit):
-        entry.main([*words, "--help"])
+        main.main([*words, "--help"])
     return said.getvalue().rstrip()

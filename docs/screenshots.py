@@ -23,7 +23,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 from torch import nn
 
 import gradsync as gs
-from gradsync.cli.watching.terminal import view
+from gradsync.cli.watch.terminal import view
 from gradsync.report.live.feed import Reader
 from gradsync.report.live.server import Server
 from gradsync.report.page import page

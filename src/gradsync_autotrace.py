@@ -38,7 +38,7 @@ def _observe(ddp: Any) -> None:
         from torch.distributed import get_process_group_ranks
 
         if _absent.isdisjoint(get_process_group_ranks(ddp.process_group)):
-            from gradsync.integrations.observing import observe_all_or_none
+            from gradsync.integrations.observe import observe_all_or_none
 
             observe_all_or_none(ddp)
     except Exception as error:

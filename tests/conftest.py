@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from gradsync.ranks import RankPool
+from gradsync.launch.spawn import RankPool
 from netlab.fixture import lab, nest  # noqa: F401  # for every folder
 
 Run = Callable[..., list[Any]]
@@ -25,7 +25,7 @@ settings.register_profile("any machine", deadline=None)  # no test asserts a dur
 settings.load_profile("any machine")
 
 # Files that start programs of their own take longest: begun last, one would keep a worker while the other is idle.
-FIRST = ("tests/integrations", "tests/cli", "tests/launch", "tests/test_", "tests/docs", "tests/backend")
+FIRST = ("tests/integrations", "tests/cli", "tests/launch", "tests/test_", "tests/docs", "tests/torch_backend")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

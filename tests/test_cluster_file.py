@@ -9,8 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gradsync.devices import CodecSpeed, Device
-from gradsync.links import Cluster, Hosts, Link, as_hosts
+from gradsync.cluster import Cluster, CodecSpeed, Device, Hosts, Link, as_hosts
 
 PAGE = (Path(__file__).parent.parent / "docs" / "links.md").read_text(encoding="utf-8")
 

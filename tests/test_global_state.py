@@ -63,7 +63,9 @@ with unusual():
 
 def test_import_and_init_only_name_gloos_interface() -> None:
     env = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
-    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [env.get("PYTHONPATH")])])
+    env["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parent / "support"), *filter(None, [env.get("PYTHONPATH")])]
+    )
     done = subprocess.run(
         [sys.executable, "-c", IN_A_FRESH_PROCESS], env=env, capture_output=True, text=True, timeout=120
     )

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from gradsync.ranks import RankPool
+from gradsync.launch.spawn import RankPool
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "resume.py"
 

@@ -34,11 +34,11 @@ sys.path[:0] = [entry for entry in (str(HERE.parent), str(HERE)) if entry not in
 
 import bench_harness  # noqa: E402
 import gradsync as gs  # noqa: E402
-from gradsync.allreduce.pricing import price  # noqa: E402
-from gradsync.allreduce.schedule import Schedule, Transfer  # noqa: E402
-from gradsync.exchange.rounds import Program, run  # noqa: E402
-from gradsync.exchange.standing import CARD_NBYTES, standing  # noqa: E402
-from gradsync.links import Cluster, Link  # noqa: E402
+from gradsync.algorithms.price import price  # noqa: E402
+from gradsync.algorithms.schedule import Schedule, Transfer  # noqa: E402
+from gradsync.cluster import Cluster, Link  # noqa: E402
+from gradsync.exchange.group_cache import CARD_NBYTES, group_cache  # noqa: E402
+from gradsync.exchange.schedule_runner import Program, run  # noqa: E402
 from gradsync.transport.groups import MESSAGES  # noqa: E402
 from netlab.lab import Lab  # noqa: E402
 from netlab.traffic import payload, sent  # noqa: E402
@@ -197,7 +197,7 @@ def _rounds(pairs: tuple[tuple[int, int], ...], numel: int, repeats: int) -> lis
     Every pair has two chunks of its own, which take turns: so, as in the algorithms, copies land in place and receives
     are posted a round ahead.
     """
-    lane, k = standing(dist.group.WORLD).lane, len(pairs)
+    lane, k = group_cache(dist.group.WORLD).lane, len(pairs)
     turns = [tuple(Transfer(*pair, half * k + i, add=False) for i, pair in enumerate(pairs)) for half in range(2)]
     schedule = Schedule(4, 2 * k, tuple(turns) * (repeats // 2))
     program, flat = Program.compile(schedule, dist.get_rank(), 2 * k * numel, 4), torch.zeros(2 * k * numel)
@@ -212,7 +212,7 @@ def _rounds(pairs: tuple[tuple[int, int], ...], numel: int, repeats: int) -> lis
 
 def _comparisons() -> list[float]:
     """Seconds of what a call does beside its rounds."""
-    lane = standing(dist.group.WORLD).lane
+    lane = group_cache(dist.group.WORLD).lane
 
     def go() -> None:
         lane.exchange(bytes(CARD_NBYTES))

@@ -24,7 +24,7 @@ import bench_harness  # noqa: E402
 
 PARTS = ("one_host", "exposed", "across")
 SIZES = "1K,16K,256K,1M,4M,25M,100M"
-_COMMAND = "import sys; from gradsync.cli.entry import main; sys.exit(main())"
+_COMMAND = "import sys; from gradsync.cli.main import main; sys.exit(main())"
 
 
 def one_host(ranks: int, launches: int, mpi: bool) -> dict[str, Any]:

@@ -9,8 +9,8 @@ import eager
 import torch
 from torch import Tensor
 
-from gradsync.kernels import blocks, low_rank
-from gradsync.kernels.blocks import BlockTable, Code, Method, Mode
+from gradsync.kernels import block_kernels, powersgd_kernels
+from gradsync.kernels.block_kernels import BlockTable, Code, Method, Mode
 
 MATRIX = (768, 3072)
 RANK = 4
@@ -112,16 +112,16 @@ def _blocks(name: str, buffers: Buffers, compiled: bool) -> Task:
     table = make_table(code, size, flat.device.type)
     payloads = torch.zeros(max(RANKS), table.nbytes, dtype=torch.uint8, device=flat.device)
     for payload in payloads:
-        blocks.encode(code, flat, None, table, payload, Mode.NONE, 0)
+        block_kernels.encode(code, flat, None, table, payload, Mode.NONE, 0)
     sent = table.nbytes
     arms: dict[str, Act] = {
-        "ours encode": lambda: blocks.encode(code, flat, residual, table, payloads[0], Mode.FEEDBACK, 0)
+        "ours encode": lambda: block_kernels.encode(code, flat, residual, table, payloads[0], Mode.FEEDBACK, 0)
     }
     nbytes = {"encode": 12.0 * size + sent}
     for n in (1, *RANKS):
         part = BlockTable(table.rows[: len(table.rows) // n], table.nbytes)
         nbytes[f"decode {n}"] = 4.0 * size / n + sent
-        arms[f"ours decode {n}"] = lambda n=n, part=part: blocks.decode(code, payloads[:n], part, out)
+        arms[f"ours decode {n}"] = lambda n=n, part=part: block_kernels.decode(code, payloads[:n], part, out)
     return Task(name, nbytes, sent, arms | _eager_arms(name, buffers, compiled), reset_of(residual))
 
 
@@ -132,17 +132,17 @@ def _powersgd(buffers: Buffers, compiled: bool) -> Task:
     p = torch.randn(len(grad), MATRIX[0], RANK, device=grad.device)
 
     def ours() -> None:
-        left = low_rank.project(grad, residual, q)
-        low_rank.orthogonalize(left)
-        right = low_rank.project_back(residual, left)
-        low_rank.restore(grad, residual, left, right, right)
+        left = powersgd_kernels.project(grad, residual, q)
+        powersgd_kernels.orthogonalize(left)
+        right = powersgd_kernels.project_back(residual, left)
+        powersgd_kernels.restore(grad, residual, left, right, right)
 
     arms: dict[str, Act] = {
         "ours encode": ours,
-        "ours project": lambda: low_rank.project(grad, residual, q),
-        "ours orthogonalize": lambda: low_rank.orthogonalize(p),
-        "ours project_back": lambda: low_rank.project_back(residual, p),
-        "ours restore": lambda: low_rank.restore(grad, residual, p, q, q),
+        "ours project": lambda: powersgd_kernels.project(grad, residual, q),
+        "ours orthogonalize": lambda: powersgd_kernels.orthogonalize(p),
+        "ours project_back": lambda: powersgd_kernels.project_back(residual, p),
+        "ours restore": lambda: powersgd_kernels.restore(grad, residual, p, q, q),
         "hook encode": lambda: eager.powersgd_hook(grad, residual, q),
     }
     if compiled:

@@ -27,7 +27,7 @@ from workloads import CPU, GPU, SHARED_GPU, Workload  # noqa: E402
 
 import bench_harness  # noqa: E402
 import gradsync as gs  # noqa: E402
-from gradsync.engine.attachment import attach_engine  # noqa: E402
+from gradsync.engine.attach import attach_engine  # noqa: E402
 
 MODES = ("eager", "blocks compiled", "whole compiled")
 WHOLE = "few large"  # compiling 250 blocks as one graph takes longer than the benchmark

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-GRACE_S = 20.0  # after a failure the others have this long to fail too, as in `gradsync.ranks`
+GRACE_S = 20.0  # after a failure the others have this long to fail too, as in `gradsync.launch.spawn`
 _STACKS_S = 3.0  # for Python to write its stacks on SIGABRT
 
 Echo = Callable[[int, str], None]

@@ -24,8 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from gradsync.cli.slow_link.namespaces import missing_capabilities
-from gradsync.cli.slow_link.wiring import NoLink
+from gradsync.cli.demo.slow_link.namespaces import missing_capabilities
+from gradsync.cli.demo.slow_link.shaped_link import NoLink
 from netlab import wiring
 from netlab.crew import GRACE_S, Echo, Ended, Member, Start, follow, launch
 from netlab.nest import Nest

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import gradsync as gs
-from gradsync.links import Link
+from gradsync.cluster import Link
 from netlab.lab import Lab
 
 _PINGS, _WARM_UP = 210, 10
@@ -19,7 +19,7 @@ _NBYTES = 32 * 2**20
 def measure_link(lab: Lab, messages: int = 3, timeout: float = 300) -> Link:
     """Latency and bandwidth between hosts 0 and 1: half a ping-pong of 1 byte, and messages of 32 MB; medians.
 
-    A message of b bytes takes `latency_s + b / bandwidth`, so this is what `gradsync.allreduce` prices with.
+    A message of b bytes takes `latency_s + b / bandwidth`, so this is what `gradsync.algorithms` prices with.
     """
     return as_link(*sample_link(lab, messages, timeout))
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from gradsync.cli.slow_link.netlink import GETQDISC, Netlink, attributes
-from gradsync.cli.slow_link.wiring import (
+from gradsync.cli.demo.slow_link.netlink import GETQDISC, Netlink, attributes
+from gradsync.cli.demo.slow_link.shaped_link import (
     INTERFACE,
     QDISC,
     Shaper,
@@ -26,7 +26,7 @@ from gradsync.cli.slow_link.wiring import (
     shape,
     turn_on,
 )
-from gradsync.cli.slow_link.wiring import connect as connect_two
+from gradsync.cli.demo.slow_link.shaped_link import connect as connect_two
 
 __all__ = ["INTERFACE", "LabError", "Shaper", "address", "bits_per_second", "connect", "times_held"]
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import gradsync as gs
-from gradsync.paces import Pace
+from gradsync.plan.paces import Pace
 from slow_link.model import SIZES
 from slow_link.replica import Replica, ddp, plain
 

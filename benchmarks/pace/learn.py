@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from gradsync.ranks import RankPool
+from gradsync.launch.spawn import RankPool
 from pace.arms import ARMS, NUM_RANKS, SHAPE
 from slow_link import data
 from slow_link.loss import LAST, Task

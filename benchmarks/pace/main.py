@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
 import bench_harness  # noqa: E402
-from gradsync.ranks import RankFailed, RankPool  # noqa: E402
+from gradsync.launch.spawn import RankFailed, RankPool  # noqa: E402
 from netlab.lab import LabError  # noqa: E402
 from pace import panels, report, stragglers  # noqa: E402
 from pace.arms import ARMS, NUM_RANKS  # noqa: E402

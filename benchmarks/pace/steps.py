@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 import bench_harness
 import gradsync as gs
-from gradsync.cli.progress import advance, follow
+from gradsync.cli.shared import advance, follow
 from netlab.lab import Lab
 from netlab.traffic import payload, sent
 from pace.arms import ARMS, BASE, NUM_RANKS, SHAPE

@@ -23,15 +23,15 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import gradsync as gs
-from gradsync.cli.story.model import Shape, loss_of
-from gradsync.paces import Pace
-from gradsync.ranks import RankPool
+from gradsync.cli.demo.story.demo_model import DemoShape, loss_of
+from gradsync.launch.spawn import RankPool
+from gradsync.plan.paces import Pace
 from pace.arms import finish
 from slow_link import data
 from slow_link.model import OPTIMIZERS, build, evaluate
 
 NUM_RANKS = 4
-SHAPE = Shape(layers=1, width=32, heads=2, context=32, batch=8)  # milliseconds a step: the sleep is what counts
+SHAPE = DemoShape(layers=1, width=32, heads=2, context=32, batch=8)  # milliseconds a step: the sleep is what counts
 LEARNING_RATE = 0.1
 COMPUTE_S, SLOW_S = 0.05, 0.15
 SYNCHRONOUS = "every_step"

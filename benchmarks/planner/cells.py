@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 import gradsync as gs
-from gradsync.cli.progress import advance
-from gradsync.engine.profiling import profile
-from gradsync.probe.measuring import measure
+from gradsync.autotune.profiling import profile
+from gradsync.cli.shared import advance
+from gradsync.probe.measure import measure
 from planner.arms import ARMS, Arm, plan_of
 from planner.models import MODELS, Training
 

@@ -20,7 +20,7 @@ sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or 
 
 import bench_harness  # noqa: E402
 import gradsync as gs  # noqa: E402
-from gradsync.cli.progress import follow  # noqa: E402
+from gradsync.cli.shared import follow  # noqa: E402
 from planner import report  # noqa: E402
 from planner.arms import LINKS, RATES  # noqa: E402
 from planner.cells import play  # noqa: E402

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from gradsync.cli.story.model import CharTransformer, Shape, loss_of
-from gradsync.cli.story.text import VOCABULARY
+from gradsync.cli.demo.story.corpus import VOCABULARY
+from gradsync.cli.demo.story.demo_model import CharTransformer, DemoShape, loss_of
 
-_SHAPE = Shape(layers=4, width=192, heads=6, context=64, batch=4)
+_SHAPE = DemoShape(layers=4, width=192, heads=6, context=64, batch=4)
 _PIXELS, _WIDTH, _CLASSES, _IMAGES = 64, 896, 10, 512
 
 

@@ -10,12 +10,12 @@ from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 import bench_harness
-from gradsync.links import Cluster
-from gradsync.plan import Plan
-from gradsync.planner.predicting import predict
+from gradsync.cluster import Cluster
+from gradsync.plan.plan import Plan
+from gradsync.planner.predict import predict
 from gradsync.planner.prediction import Prediction
 from gradsync.planner.profile import ModelProfile
-from gradsync.planner.recommending import recommend
+from gradsync.planner.recommend import recommend
 from planner.arms import ARMS, CONTROL, plan_of
 
 _NORMAL = 1.4826  # standard deviations in a median absolute deviation

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gradsync.cli.entry import main as command
-from gradsync.cli.slow_link.wiring import INTERFACE, Shaper, inside, shape
-from gradsync.ranks import RankPool
-from gradsync.report.account import Account
-from gradsync.report.happened import first_event
+from gradsync.cli.demo.slow_link.shaped_link import INTERFACE, Shaper, inside, shape
+from gradsync.cli.main import main as command
+from gradsync.launch.spawn import RankPool
 from gradsync.report.live.feed import Feed, Reader
+from gradsync.report.post_mortem.account import Account
+from gradsync.report.post_mortem.first_event import first_event
 from gradsync.report.summary import Summary, summarize
 from gradsync.trace.reader import read_run
 from netlab.lab import Lab, available

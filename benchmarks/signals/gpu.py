@@ -22,9 +22,9 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
 import bench_harness  # noqa: E402
-from gradsync.engine.attachment import attach_engine  # noqa: E402
-from gradsync.engine.vitals import Vitals  # noqa: E402
-from gradsync.policy import Guard  # noqa: E402
+from gradsync.drift.digests import ReplicaDigests  # noqa: E402
+from gradsync.engine.attach import attach_engine  # noqa: E402
+from gradsync.plan.guard import Guard  # noqa: E402
 from signals.cost import BARE, STEPS, TRACED, cost  # noqa: E402
 from slow_link import store  # noqa: E402
 
@@ -60,14 +60,14 @@ class Arm:
 
     def digests_s(self) -> float:
         """Seconds that the device takes for the digests of one step: the median of many."""
-        vitals = Vitals(self.sync._reducer.entries, [self.optimizer], None)
+        replica_digest = ReplicaDigests(self.sync._synchronization.entries, [self.optimizer], None)
         taken = []
         for step in range(70):
             first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             first.record()
-            vitals.take(step)
+            replica_digest.take(step)
             last.record()
-            vitals.announce()
+            replica_digest.announce()
             torch.cuda.synchronize()
             taken.append(first.elapsed_time(last) / 1e3)
         return sorted(taken[5:])[len(taken[5:]) // 2]

@@ -16,10 +16,10 @@ from statistics import fmean, median
 from typing import Any
 
 import gradsync as gs
-from gradsync.engine import reducer as reducer_module
-from gradsync.engine.logbook import Logbook
-from gradsync.engine.tracing import Tracing
-from gradsync.engine.watch import Watch
+from gradsync.drift.monitor import Watch
+from gradsync.engine import synchronization as reducer_module
+from gradsync.engine.sync_timeline import Logbook
+from gradsync.engine.trace_step import Tracing
 from gradsync.trace.tracer import Tracer
 from signals.cost import ALL, STEPS, Arm, calibrate
 

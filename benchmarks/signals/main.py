@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
 import bench_harness  # noqa: E402
-from gradsync.ranks import RankFailed, RankPool  # noqa: E402
+from gradsync.launch.spawn import RankFailed, RankPool  # noqa: E402
 from netlab.lab import LabError  # noqa: E402
 from signals import cost, faults, inside, report  # noqa: E402
 from signals.models import WORKLOADS  # noqa: E402

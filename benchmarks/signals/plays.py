@@ -1,6 +1,7 @@
 """Part 2, on the ranks: a small model is trained with a trace, and something goes wrong in one of them.
 
-Faults are keyed by rank and step. What happens inside backward is reached through the reducer's own parts, in these
+Faults are keyed by rank and step. What happens inside backward is reached through the synchronization's own parts,
+in these
 processes only.
 """
 
@@ -60,7 +61,7 @@ class Stage:
         self._rng = random.Random(truth["seed"])
         if fault == "nan":
             self._parameters[truth["parameter"]].register_hook(self._poison)
-        self._reducer = sync._reducer
+        self._synchronization = sync._synchronization
         if fault == "kill":
             self._die_after_launch()
 
@@ -74,7 +75,7 @@ class Stage:
     def before_step(self, step: int) -> None:
         self.step = step
         if self._fault == "order" and step == self._truth["step"]:
-            buckets, first = self._reducer.agenda.buckets, self._truth["bucket"]
+            buckets, first = self._synchronization.bucket_order.buckets, self._truth["bucket"]
             buckets[first], buckets[first + 1] = buckets[first + 1], buckets[first]
 
     def after_step(self) -> None:
@@ -90,14 +91,14 @@ class Stage:
         return bad
 
     def _die_after_launch(self) -> None:
-        launch = self._reducer._launch
+        launch = self._synchronization._launch
 
         def launch_then_die(bucket: Any) -> None:
             launch(bucket)
             if (self.step, bucket.index) == (self._truth["step"], self._truth["bucket"]):
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        self._reducer._launch = launch_then_die  # type: ignore[method-assign]
+        self._synchronization._launch = launch_then_die  # type: ignore[method-assign]
 
 
 class _pinned:

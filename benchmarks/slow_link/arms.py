@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import gradsync as gs
-from gradsync.compress.choice import Compressor
+from gradsync.compress.recipe import Compressor
 from slow_link.replica import Replica, ddp, ddp_powersgd, ours, plain
 
 BASE = "no sync"

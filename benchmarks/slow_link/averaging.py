@@ -1,6 +1,7 @@
 """The mean of many ranks' gradients in one process, through the very code that ranks run on a network.
 
-A journey (`gradsync.exchange.desk`) encodes, asks its circle for a round and yields; here all ranks' journeys go
+A journey (`gradsync.exchange.pipeline`) encodes, asks its participants for a round and yields; here all ranks'
+journeys go
 abreast, and a round is played when every rank has asked for it:
 
     rank 0   encode ─ asks ┐              ┌ decode
@@ -15,12 +16,11 @@ from itertools import zip_longest
 
 import torch
 
-from gradsync.compress.choice import EXACT, Choice, Compressor, Param
+from gradsync.compress.recipe import EXACT, Choice, Compressor, Param
+from gradsync.exchange.flat import FlatBucket, Form, Item
 from gradsync.exchange.journeys.route import Route
-from gradsync.exchange.memory import Form
-from gradsync.exchange.parcel import Item, Parcel
-from gradsync.exchange.shipping import route_of  # the one place that knows which codec travels how
-from gradsync.trace.tally import Account
+from gradsync.exchange.sender import route_of  # the one place that knows which codec travels how
+from gradsync.trace.tally import CodecTally
 
 _ALIGN = 16  # elements: parameters lie on borders of 64 bytes, as in the engine's buckets
 
@@ -54,7 +54,7 @@ class Averaging:
 
 
 class Convoy:
-    """Parameters that travel in one way: a parcel and a route for each rank."""
+    """Parameters that travel in one way: a flat bucket and a route for each rank."""
 
     def __init__(self, parameters: dict[str, torch.Tensor], choice: Choice, num_ranks: int) -> None:
         self.choice = choice
@@ -65,14 +65,14 @@ class Convoy:
             end += -(-parameter.numel() // _ALIGN) * _ALIGN
         device = next(iter(parameters.values())).device
         self._flats = torch.zeros(num_ranks, end, device=device)
-        self.parcels = [Parcel(0, flat, self.items, choice) for flat in self._flats]
+        self.flat_buckets = [FlatBucket(0, flat, self.items, choice) for flat in self._flats]
         self.table = Table(num_ranks)
         self.routes: list[Route] = []
-        self.account = Account()
+        self.account = CodecTally()
         if choice.codec is not None:
-            for rank, parcel in enumerate(self.parcels):
-                parcel.residual = torch.zeros_like(parcel.flat) if choice.feedback else None
-                self.routes.append(route_of(choice.codec, parcel, Seat(self.table, rank), device, self.account))
+            for rank, flat_bucket in enumerate(self.flat_buckets):
+                flat_bucket.residual = torch.zeros_like(flat_bucket.flat) if choice.feedback else None
+                self.routes.append(route_of(choice.codec, flat_bucket, Seat(self.table, rank), device, self.account))
 
     def load(self, gradients: dict[str, torch.Tensor]) -> None:
         """Divided by the number of ranks, as the engine does: what is averaged is a sum."""
@@ -83,7 +83,7 @@ class Convoy:
 
 def average(convoy: Convoy, step: int) -> dict[str, torch.Tensor]:
     """The gradients of all ranks through their compressor; the first time exactly, as the engine does."""
-    flats = [parcel.flat for parcel in convoy.parcels]
+    flats = [flat_bucket.flat for flat_bucket in convoy.flat_buckets]
     if convoy.choice.codec is None or step < max(1, convoy.choice.exact_steps):
         _sum(flats)
     else:
@@ -112,7 +112,7 @@ class Table:
 
 
 class Seat:
-    """A rank's place at the table: a `gradsync.exchange.circle.Circle`."""
+    """A rank's place at the table: a `gradsync.exchange.participants.Participants`."""
 
     in_memory = False  # as between hosts: two phases where they send less
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from gradsync.cli.story.model import Shape
-from gradsync.cli.story.text import draw
+from gradsync.cli.demo.story.corpus import draw
+from gradsync.cli.demo.story.demo_model import DemoShape
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -41,12 +41,12 @@ def read() -> Corpus:
     return Corpus(*(torch.frombuffer(text, dtype=torch.uint8) for text in (train, rest)), digest)
 
 
-def batch(shape: Shape, seed: int, step: int, rank: int) -> Batch:
+def batch(shape: DemoShape, seed: int, step: int, rank: int) -> Batch:
     """What a rank reads in a step: the same for every arm, another one for every seed, step and rank."""
     return draw(read().train, shape.batch, shape.context, (seed * 1_000_003 + step) * _MAX_RANKS + rank)
 
 
-def held_out(shape: Shape, part: int = 0, parts: int = 1) -> Batch:
+def held_out(shape: DemoShape, part: int = 0, parts: int = 1) -> Batch:
     """Windows all over the held-out text, those of one of so many parts."""
     text = read().held_out
     starts = torch.linspace(0, len(text) - shape.context - 1, _WINDOWS, dtype=torch.float64).long()[part::parts]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradsync.ranks import RankPool
+from gradsync.launch.spawn import RankPool
 from slow_link import data
 from slow_link.arms import ARMS
 from slow_link.model import RATES, SIZES, build, digest, evaluate, optimizer_of

@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
 
 import bench_harness  # noqa: E402
-from gradsync.ranks import RankPool  # noqa: E402
+from gradsync.launch.spawn import RankPool  # noqa: E402
 from slow_link import bars, curves, replicas, report, store  # noqa: E402
 from slow_link.arms import ARMS  # noqa: E402
 from slow_link.loss import Task, learn  # noqa: E402

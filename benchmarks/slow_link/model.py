@@ -9,16 +9,16 @@ from functools import partial
 import torch
 from torch import nn
 
-from gradsync.cli.story.model import CharTransformer, Shape, loss_of
+from gradsync.cli.demo.story.demo_model import CharTransformer, DemoShape, loss_of
 
 SIZES = {
-    "large": Shape(layers=6, width=384, heads=6, context=64, batch=4),  # 10.8 million parameters
-    "large, batch 32": Shape(layers=6, width=384, heads=6, context=64, batch=32),  # the same, for a GPU
-    "small": Shape(layers=4, width=192, heads=6, context=64, batch=4),  # 1.8 million
+    "large": DemoShape(layers=6, width=384, heads=6, context=64, batch=4),  # 10.8 million parameters
+    "large, batch 32": DemoShape(layers=6, width=384, heads=6, context=64, batch=32),  # the same, for a GPU
+    "small": DemoShape(layers=4, width=192, heads=6, context=64, batch=4),  # 1.8 million
 }
 
 
-def build(shape: Shape, seed: int) -> CharTransformer:
+def build(shape: DemoShape, seed: int) -> CharTransformer:
     """The same weights for a seed, in every arm and on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import gradsync as gs
-from gradsync.cli.story.model import loss_of
+from gradsync.cli.demo.story.demo_model import loss_of
 from slow_link.data import Batch
 
 

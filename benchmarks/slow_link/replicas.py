@@ -18,7 +18,7 @@ from torch import nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gradsync.cli.story.model import loss_of
+from gradsync.cli.demo.story.demo_model import loss_of
 from slow_link import data
 from slow_link.arms import ARMS, EXACT
 from slow_link.averaging import Averaging

@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 import bench_harness
 import gradsync as gs
-from gradsync.cli.progress import advance, follow
-from gradsync.cli.story.model import Shape
+from gradsync.cli.demo.story.demo_model import DemoShape
+from gradsync.cli.shared import advance, follow
 from netlab.lab import Lab
 from netlab.traffic import payload, sent
 from slow_link import data
@@ -117,12 +117,12 @@ def play(arms: list[str], rounds: int, progress: str) -> dict[str, Any]:
     return {"arms": found, "parameters": parameters, "chatter": chatter}
 
 
-def _replica(name: str, shape: Shape) -> Replica:
+def _replica(name: str, shape: DemoShape) -> Replica:
     model = build(shape, seed=0)
     return ARMS[name].make(model, optimizer_of(model))
 
 
-def _turns(replica: Replica, window: int, shape: Shape, turns: list[Turn]) -> Callable[[], float]:
+def _turns(replica: Replica, window: int, shape: DemoShape, turns: list[Turn]) -> Callable[[], float]:
     def turn() -> float:
         batches = [data.batch(shape, 0, len(turns) * window + i, dist.get_rank()) for i in range(window)]
         dist.barrier()

@@ -8,25 +8,23 @@
 Everything else in the training loop stays as it is.
 """
 
-from gradsync.allreduce.halving_doubling import halving_doubling
-from gradsync.allreduce.hierarchical import hierarchical
-from gradsync.allreduce.native import native
-from gradsync.allreduce.ring import ring
-from gradsync.allreduce.shared_memory import shared_memory
-from gradsync.allreduce.tree import tree
-from gradsync.compress.across import across_hosts
+from gradsync.algorithms.builtin import native, shared_memory
+from gradsync.algorithms.halving_doubling import halving_doubling
+from gradsync.algorithms.hierarchical import hierarchical
+from gradsync.algorithms.ring import ring
+from gradsync.algorithms.tree import tree
+from gradsync.autotune.profiling import profile
+from gradsync.cluster import Cluster, Link
 from gradsync.compress.by_parameter import by_parameter, rule
 from gradsync.compress.cast import bf16, fp16
-from gradsync.compress.feedback import error_feedback
 from gradsync.compress.integers import int4, int8
 from gradsync.compress.powersgd import powersgd
 from gradsync.compress.randomk import randomk
 from gradsync.compress.sign import sign
 from gradsync.compress.topk import topk
-from gradsync.compress.warmup import warmup
-from gradsync.engine.attachment import attach
-from gradsync.engine.profiling import profile
-from gradsync.engine.synchronizer import GradSync
+from gradsync.compress.wrappers import across_hosts, error_feedback, warmup
+from gradsync.engine.attach import attach
+from gradsync.engine.handle import GradSync
 from gradsync.errors import (
     BackwardAborted,
     Disagreement,
@@ -38,18 +36,17 @@ from gradsync.errors import (
     PeerLost,
     SyncTimeout,
 )
-from gradsync.exchange.single import all_reduce, shared_empty
-from gradsync.integrations.ddp import ddp_hook
-from gradsync.integrations.observing import observe
-from gradsync.launch import init
-from gradsync.links import Cluster, Link
-from gradsync.paces import accumulate, async_sgd, delayed, diloco, every_step, gossip, local_sgd, nesterov
-from gradsync.plan import Plan
-from gradsync.planner.automatic import auto
+from gradsync.exchange.all_reduce import all_reduce, shared_empty
+from gradsync.integrations.ddp_hook import ddp_hook
+from gradsync.integrations.observe import observe
+from gradsync.launch.init import init
+from gradsync.launch.spawn import RankFailed, spawn
+from gradsync.plan.auto import auto
+from gradsync.plan.guard import Guard
+from gradsync.plan.paces import accumulate, async_sgd, delayed, diloco, every_step, gossip, local_sgd, nesterov
+from gradsync.plan.plan import Plan
 from gradsync.planner.profile import ModelProfile
-from gradsync.planner.recommending import recommend
-from gradsync.policy import Guard
-from gradsync.ranks import RankFailed, spawn
+from gradsync.planner.recommend import recommend
 
 __all__ = [
     "BackwardAborted",

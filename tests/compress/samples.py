@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 import gradsync as gs
 from gradsync.compress.blocks import BlockCodec, Span, build_table, partition
-from gradsync.compress.choice import Compressor, Param
 from gradsync.compress.integers import Int4, Int8
+from gradsync.compress.recipe import Compressor, Param
 from gradsync.compress.sign import Sign
 from gradsync.compress.topk import TopK
-from gradsync.kernels.blocks import Mode, decode, encode
+from gradsync.kernels.block_kernels import Mode, decode, encode
 
 LEAVES: tuple[Compressor, ...] = (
     gs.fp16(),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import gradsync as gs
-from gradsync.compress.choice import Param
+from gradsync.compress.recipe import Param
 
 GPT = gs.by_parameter(
     [

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import gradsync as gs
-from gradsync.compress.arguments import SPELLINGS
-from gradsync.compress.recipes import MAKERS
+from gradsync.compress.recipe import SPELLINGS
+from gradsync.compress.toml import MAKERS
 
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "block not a power of two": (

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from samples import COMPRESSORS, LEAVES, compressors, params
 
 import gradsync as gs
-from gradsync.compress import across, by_parameter, cast, feedback, integers, powersgd, randomk, sign, topk, warmup
+from gradsync.compress import by_parameter, cast, integers, powersgd, randomk, sign, topk, wrappers
 from gradsync.compress.blocks import BlockCodec, Span, build_table
 from gradsync.compress.cast import Cast
-from gradsync.compress.choice import EXACT, Codec, Compressor, Param
 from gradsync.compress.powersgd import PowerSGD, matrix, start_q
 from gradsync.compress.randomk import RandomK, payload_dtype
-from gradsync.kernels.blocks import Mode, encode
+from gradsync.compress.recipe import EXACT, Codec, Compressor, Param
+from gradsync.kernels.block_kernels import Mode, encode
 
 every = pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
-modules = (across, by_parameter, cast, feedback, integers, powersgd, randomk, sign, topk, warmup)
+modules = (by_parameter, cast, integers, powersgd, randomk, sign, topk, wrappers)
 some = settings(max_examples=50, deadline=None)
 
 

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from samples import BLOCK_CODECS, lay_out, names
 
 from gradsync.compress.blocks import BlockCodec, Span, build_table, partition
-from gradsync.compress.choice import Param
 from gradsync.compress.integers import Int8
-from gradsync.compress.keys import number_of
+from gradsync.compress.recipe import Param, number_of
 from gradsync.compress.topk import TopK
-from gradsync.kernels.blocks import BODY, FIRST, HEAD, KEPT, LENGTH, PARAM, START, BlockTable
+from gradsync.kernels.block_kernels import BODY, FIRST, HEAD, KEPT, LENGTH, PARAM, START, BlockTable
 
 codecs = st.sampled_from(BLOCK_CODECS)
 buckets = st.dictionaries(names, st.integers(0, 700), max_size=5)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from doc_training import trained
 
-from gradsync.ranks import RankPool
+from gradsync.launch.spawn import RankPool
 
 _RUNS = ("run_dir", "runs/7", "before", "after")  # beside `run`, as pages call theirs
 _CLUSTERS = ("cluster.toml", "box.toml")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from doc_pages import Block, all_blocks
 
-from gradsync.cli import entry
+from gradsync.cli import main
 
 
 class Command(NamedTuple):
@@ -61,7 +61,7 @@ def inner(words: list[str]) -> list[str] | None:
 
 def parsed(arguments: list[str]) -> Namespace:
     """As the command itself would read them; a wrong one raises `BadInput`."""
-    return entry._parser(arguments).parse_args(arguments)
+    return main._parser(arguments).parse_args(arguments)
 
 
 def is_quick(command: Command) -> bool:

@@ -8,7 +8,7 @@ from io import StringIO
 import torch
 
 import gradsync as gs
-from gradsync.devices import Device
+from gradsync.cluster import Device
 
 
 def trained(folder: str) -> None:

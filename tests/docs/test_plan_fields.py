@@ -10,8 +10,8 @@ import pytest
 from doc_pages import blocks, read
 
 import gradsync as gs
-from gradsync.paces import KINDS
-from gradsync.plan import _ALGORITHMS
+from gradsync.plan.paces import KINDS
+from gradsync.plan.plan import _ALGORITHMS
 
 PAGE = read("docs/plan.md")
 COMPRESSORS = ("bf16", "fp16", "int8", "int4", "sign", "topk", "randomk", "powersgd")

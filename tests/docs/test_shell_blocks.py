@@ -15,7 +15,7 @@ from doc_commands import Command, commands, inner, is_quick, parsed
 from doc_pages import PAGES, ROOT, all_blocks, read
 from torch.distributed.run import get_args_parser
 
-from gradsync.cli.entry import main
+from gradsync.cli.main import main
 
 COMMANDS = commands()
 QUICK = list({tuple(command.words): command for command in COMMANDS if is_quick(command)}.values())

@@ -18,7 +18,7 @@ import pytest
 from doc_pages import DOCS, PAGES, ROOT, read
 
 import gradsync as gs
-from gradsync.cli import entry
+from gradsync.cli import main
 
 pytestmark = pytest.mark.skipif(
     find_spec("mkdocs") is None or find_spec("mkdocstrings") is None,
@@ -119,7 +119,7 @@ def test_examples_of_docstrings_are_shown_as_code(site: Path) -> None:
 
 def test_the_page_of_commands_has_each_commands_options(site: Path) -> None:
     text = (site / "reference" / "commands.html").read_text(encoding="utf-8")
-    for command in entry._COMMANDS:
+    for command in main._COMMANDS:
         assert f"usage: gradsync {command}" in text
     assert all(option in text for option in ("--slow-link", "--token-file", "--perfetto", "--brief", "--sweep"))
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gradsync as gs
-from gradsync.compress.choice import Compressor
+from gradsync.compress.recipe import Compressor
 
 EVERY: dict[str, Compressor] = {
     "fp16": gs.fp16(),
@@ -99,7 +99,7 @@ def grads_of(model: nn.Module) -> Grads:
 def left_over(sync: gs.GradSync) -> Grads:
     """The residuals of all ranks, added up; zeros where there is none."""
     mine, total = sync.residuals(), {}
-    for name, param in ((entry.name, entry.param) for entry in sync._reducer.entries):
+    for name, param in ((entry.name, entry.param) for entry in sync._synchronization.entries):
         here = mine[name].double() if name in mine else torch.zeros(param.shape, dtype=torch.float64)
         dist.all_reduce(here)
         total[name.rpartition(".")[2]] = here

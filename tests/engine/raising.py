@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import gradsync as gs
-from gradsync.paces import Accumulate, Pace
+from gradsync.plan.paces import Accumulate, Pace
 
 WIDTH = 300  # more than a bucket
 BATCHES = 8

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_transparency import Convolution, mlp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from yardstick import assert_replicas_equal
 
 import gradsync as gs
+from gradsync.plan import paces
+from models import Convolution, mlp
+from yardstick import assert_replicas_equal
 
 
 def _model() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -139,7 +140,7 @@ def weighted(weights: list[list[float]], dtype: torch.dtype, plan: gs.Plan) -> l
     values = []
     for step_weights in weights:
         sync.set_batch_weight(step_weights[dist.get_rank()])
-        for _ in range(2 if isinstance(plan.pace, gs.paces.Accumulate) else 1):
+        for _ in range(2 if isinstance(plan.pace, paces.Accumulate) else 1):
             model(torch.full((1, 1), float(dist.get_rank() + 1), dtype=dtype)).sum().backward()
         values.append(model.weight.grad.item())
         model.zero_grad()

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradsync.compress.cast import bf16
-from gradsync.compress.choice import EXACT, Choice, Param
 from gradsync.compress.integers import int8
+from gradsync.compress.recipe import EXACT, Choice, Param
 from gradsync.engine.bucket import _LARGE_NBYTES, Bucket, Entry, Layout, _offsets, _pack
-from gradsync.exchange.memory import zeros
-from gradsync.packing import default_limit
+from gradsync.exchange.flat import zeros
+from gradsync.plan.packing import default_limit
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
 LARGE = _LARGE_NBYTES // 4  # elements of float32
@@ -293,8 +293,8 @@ def test_what_travels_in_different_ways_is_never_in_one_bucket(tensors: list[tor
     layout = Layout(entries_of(tensors), limit, set(), choose)
     layout.place(zeros)
     for bucket in layout.buckets:
-        for item in bucket.parcel.items:
+        for item in bucket.flat_bucket.items:
             assert choose(item.param._replace(dtype=bucket.flat.dtype)) == bucket.choice
-    assert sorted(item.name for b in layout.buckets for item in b.parcel.items) == sorted(
+    assert sorted(item.name for b in layout.buckets for item in b.flat_bucket.items) == sorted(
         f"p{index}" for index in range(len(tensors))
     )

@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_hard_steps import Trap, Trapped
-from test_transparency import mlp
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
-from yardstick import assert_replicas_equal
 
 import gradsync as gs
+from models import mlp
+from yardstick import assert_replicas_equal
 
 
 def _data(step: int) -> torch.Tensor:

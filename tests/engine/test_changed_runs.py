@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from resumption import RICH, Run, heard, residual_sums, union
-from yardstick import assert_replicas_equal
 
 import gradsync as gs
-from gradsync.compress.choice import Compressor
-from gradsync.ranks import RankPool
+from gradsync.compress.recipe import Compressor
+from gradsync.launch.spawn import RankPool
+from resumption import RICH, Run, heard, residual_sums, union
+from yardstick import assert_replicas_equal
 
 # Other numbers of ranks
 

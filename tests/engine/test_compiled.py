@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from yardstick import Context, Scenario, assert_same, history
 
 import gradsync as gs
+from yardstick import Context, Scenario, assert_same, history
 
 Run = Callable[..., list[Any]]
 How = Literal["whole", "in place", "blocks"]

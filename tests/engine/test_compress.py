@@ -24,6 +24,7 @@ from compress_cases import (
 )
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
 from yardstick import assert_replicas_equal
 
 every = pytest.mark.parametrize("name", EVERY)

@@ -26,9 +26,9 @@ from compress_cases import (
     mean_of,
 )
 from torch import nn
-from yardstick import assert_replicas_equal
 
 import gradsync as gs
+from yardstick import assert_replicas_equal
 
 # Parameters that come and go
 

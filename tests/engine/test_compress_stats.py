@@ -10,7 +10,7 @@ import torch
 from compress_cases import EVERY, SHAPES, Given, attached, backward, brings
 
 import gradsync as gs
-from gradsync.compress.choice import Choice, Param
+from gradsync.compress.recipe import Choice, Param
 
 Stats = dict[str, Any]
 

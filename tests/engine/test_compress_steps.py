@@ -26,9 +26,9 @@ from compress_cases import (
     left_over,
     mean_of,
 )
-from yardstick import assert_replicas_equal
 
 import gradsync as gs
+from yardstick import assert_replicas_equal
 
 # One of each family: added up, sampled, coded in blocks, factors in two rounds.
 FAMILIES = ["error_feedback(bf16)", "randomk", "int4", "topk", "powersgd"]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from gradsync.engine.bucket import Entry
-from gradsync.engine.first_gradients import NO_DIGEST, digest_of
+from gradsync.engine.nonfinite import NO_DIGEST, digest_of
 
 MANY = 5_000_000
 

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_transparency import mlp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from yardstick import assert_replicas_equal
 
 import gradsync as gs
-from gradsync.engine.attachment import attach_engine
-from gradsync.transport.hosts import declare_host
+from gradsync.engine.attach import attach_engine
+from gradsync.transport.host_meeting import declare_host
+from models import mlp
 from silent_device import host_never_waits
+from yardstick import assert_replicas_equal
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="There is no GPU on this machine.")
 

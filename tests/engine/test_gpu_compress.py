@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from yardstick import assert_replicas_equal
 
 import gradsync as gs
-from gradsync.compress.choice import Compressor
-from gradsync.engine.attachment import attach_engine
+from gradsync.compress.recipe import Compressor
+from gradsync.engine.attach import attach_engine
 from silent_device import host_never_waits
+from yardstick import assert_replicas_equal
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="There is no GPU on this machine.")
 

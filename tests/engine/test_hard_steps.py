@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_transparency import Branches, Convolution, mlp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from yardstick import assert_replicas_equal
 
 import gradsync as gs
+from models import Branches, Convolution, mlp
+from yardstick import assert_replicas_equal
 
 
 class Trap(torch.autograd.Function):

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from raising import WIDTH, Line
-from test_transparency import mlp, plain_step
 from torch import nn
-from yardstick import Context, Scenario, assert_replicas_equal, assert_same, history
 
 import gradsync as gs
-from gradsync.transport.hosts import declare_host
+from gradsync.transport.host_meeting import declare_host
+from models import mlp
+from yardstick import Context, Scenario, assert_replicas_equal, assert_same, history, plain_step
 
 
 def check_thirty_steps() -> None:

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_transparency import mlp
 from torch import nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
-from yardstick import assert_replicas_equal
 
 import gradsync as gs
+from models import mlp
+from yardstick import assert_replicas_equal
 
 INF = 9  # the micro-batch whose loss is infinite on rank 1
 

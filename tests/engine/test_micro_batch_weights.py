@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from yardstick import assert_replicas_equal
 
 import gradsync as gs
+from yardstick import assert_replicas_equal
 
 EVEN = [[3.0, 5.0, 2.0, 7.0], [4.0, 1.0, 6.0, 8.0]]  # by rank: the tokens of each micro-batch
 TABLES = {

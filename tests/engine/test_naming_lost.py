@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import gradsync as gs
-from gradsync.ranks import RankPool
+from gradsync.launch.spawn import RankPool
 
 
 def wait_for_a_dead_rank() -> str:

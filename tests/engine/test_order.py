@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gradsync as gs
-from gradsync.ranks import RankPool
+from gradsync.launch.spawn import RankPool
 
 ALGORITHMS: dict[str, Any] = {
     "shared_memory": None,
@@ -29,11 +29,11 @@ def swap(algorithm: str, widths: list[int], first: bool, compress: Any = None) -
     plan = gs.Plan(algorithm=ALGORITHMS[algorithm], bucket_bytes=1024, compress=compress)
     sync = gs.attach(model, None, plan)
     lines: list[Any] = []
-    sync._reducer.findings.noted = lines.append
+    sync._synchronization.health_log.noted = lines.append
     said = ""
     for step in range(3):
         if step == (0 if first else 2) and dist.get_rank() == 1:
-            buckets = sync._reducer.agenda.buckets
+            buckets = sync._synchronization.bucket_order.buckets
             buckets[0], buckets[1] = buckets[1], buckets[0]
         try:
             x = torch.randn(2, 4)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_transparency import Checkpointed, mlp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from yardstick import assert_replicas_equal
 
 import gradsync as gs
+from models import Checkpointed, mlp
+from yardstick import assert_replicas_equal
 
 
 class Wide(nn.Module):
@@ -65,11 +65,11 @@ def launched_early(overlap: str) -> tuple[list[int], int]:
     model = mlp()
     sync = gs.attach(model, None, gs.Plan(bucket_bytes=1024, overlap=overlap))
     gone: list[int] = []
-    model[0].weight.register_hook(lambda grad: gone.append(sync._reducer._next))
+    model[0].weight.register_hook(lambda grad: gone.append(sync._synchronization._next))
     for _ in range(3):
         model(torch.randn(4, 8) + dist.get_rank()).sum().backward()
     sync.detach()
-    return gone, len(sync._reducer.agenda.buckets)
+    return gone, len(sync._synchronization.bucket_order.buckets)
 
 
 def test_buckets_leave_while_backward_computes(run: Callable[..., Any]) -> None:
@@ -233,9 +233,9 @@ def first_places(turned: bool) -> bool:
     """Whether the first step's memory is that of the later ones."""
     model = Turned(turned)
     sync = gs.attach(model, None, gs.Plan(bucket_bytes=1024))
-    buckets = list(sync._reducer.agenda.buckets)
+    buckets = list(sync._synchronization.bucket_order.buckets)
     model(torch.randn(4, 96)).square().mean().backward()
-    stays = buckets == list(sync._reducer.agenda.buckets)
+    stays = buckets == list(sync._synchronization.bucket_order.buckets)
     sync.detach()
     return stays
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from test_transparency import mlp
 from torch.nn.parallel import DistributedDataParallel
-from yardstick import assert_replicas_equal
 
 import gradsync as gs
+from models import mlp
+from yardstick import assert_replicas_equal
 
 PAGE = Path(__file__).parents[2] / "docs" / "choosing.md"
 

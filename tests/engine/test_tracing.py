@@ -14,14 +14,14 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from autos import Training, choosing, cluster, off, overhearing
 from torch import nn
 
 import gradsync as gs
-from gradsync.engine.clocks import Offset, estimate
+from autos import Training, choosing, cluster, off, overhearing
+from gradsync.engine.clock_offset import ClockOffset, estimate
 from gradsync.trace.flight import Moment, read_flight
 from gradsync.trace.reader import RankTrace, read_run
-from gradsync.transport.hosts import declare_host
+from gradsync.transport.host_meeting import declare_host
 
 Run = Callable[..., list[Any]]
 STEPS = 6
@@ -243,7 +243,7 @@ def test_clocks_are_off_by_no_more_than_the_error() -> None:
     found = estimate(rounds, 1)
     assert abs(found.offset_s - truth) <= found.error_s
     assert found.error_s <= sum(travel)
-    assert estimate(rounds, 0) == Offset(pytest.approx(0.0, abs=0.01), pytest.approx(0.0, abs=0.01))
+    assert estimate(rounds, 0) == ClockOffset(pytest.approx(0.0, abs=0.01), pytest.approx(0.0, abs=0.01))
 
 
 def test_a_trace_that_is_no_path_is_refused() -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_transparency import mlp
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
+
+from models import mlp
 from yardstick import Context, Scenario, assert_replicas_equal, assert_same, history
 
 

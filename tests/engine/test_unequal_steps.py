@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_transparency import mlp
 from torch import nn
 from torch.amp import GradScaler
-from yardstick import assert_replicas_equal
 
 import gradsync as gs
+from models import mlp
+from yardstick import assert_replicas_equal
 
 PLANS = {
     "every_step": gs.Plan(),

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from yardstick import assert_replicas_equal
 
 import gradsync as gs
+from yardstick import assert_replicas_equal
 
 BATCHES = [[5, 2, 3], [0, 3, 1], [2, 2, 4]]  # of each rank, by epoch
 

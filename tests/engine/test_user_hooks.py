@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from test_hard_steps import Trap, Trapped
 from torch import nn
-from yardstick import assert_replicas_equal
 
 import gradsync as gs
+from yardstick import assert_replicas_equal
 
 Arm = Literal["outside", "before", "after", "later", "torch before", "torch after"]
 Run = Callable[..., list[Any]]

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradsync.agreement.header import Flag, Head, Headers, pack_header
 from gradsync.engine.weighting import Weighting
-from gradsync.guard.header import Flag, Head, Headers, pack_header
 
 weights = st.floats(min_value=2.0**-20, max_value=2.0**20)
 members = st.lists(st.tuples(weights, st.integers(1, 4), st.floats(-100, 100)), min_size=1, max_size=6)

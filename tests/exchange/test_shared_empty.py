@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 import gradsync as gs
-from gradsync.exchange.standing import standing
-from gradsync.kernels.library import Kind
-from gradsync.transport.hosts import declare_host
+from gradsync.exchange.group_cache import group_cache
+from gradsync.kernels.library import OpKind
+from gradsync.transport.host_meeting import declare_host
 
 LARGE = 70_001  # more than a board, a block or a window holds
 
@@ -73,9 +73,9 @@ def reduce_in_place() -> list[list[float]]:
     rank, found = dist.get_rank(), []
     for dtype in (torch.float32, torch.bfloat16):
         tensor = gs.shared_empty((LARGE,), dtype)
-        team = standing(dist.group.WORLD).lane.team  # type: ignore[arg-type]
+        team = group_cache(dist.group.WORLD).lane.team  # type: ignore[arg-type]
         assert team is not None
-        assert team.sum_op(tensor, b"").kind == Kind.DIRECT
+        assert team.sum_op(tensor, b"").kind == OpKind.DIRECT
         tensor.copy_(values(rank, LARGE, dtype))
         address = tensor.data_ptr()
         result = gs.all_reduce(tensor, op="sum")

@@ -27,26 +27,24 @@ from torch._C._distributed_c10d import FileStore
 
 import gradsync as gs
 import gradsync.backend  # its name for `new_group`
-from gradsync import launch
-from gradsync.engine import attachment, opening
-from gradsync.engine.building import Builder
-from gradsync.engine.switching import switch
+from gradsync.autotune.controller import switch
+from gradsync.engine import assemble, attach
+from gradsync.engine.assemble import Builder
 from gradsync.errors import PeerFault
-from gradsync.launch import forming
+from gradsync.launch import forming, init
 from gradsync.transport.connecting import PolledStore
-from gradsync.transport.hosts import declare_host
-from gradsync.transport.meeting import Meeting
-from gradsync.transport.processes import is_gone
+from gradsync.transport.host_meeting import GroupMeeting, declare_host
+from gradsync.transport.host_processes import is_gone
 
 POINTS: dict[str, tuple[Any, str]] = {
-    "met": (Meeting, "hold"),
-    "come": (Meeting, "_take"),
-    "sight": (Meeting, "_compare_sights"),
+    "met": (GroupMeeting, "hold"),
+    "come": (GroupMeeting, "_take"),
+    "sight": (GroupMeeting, "_compare_sights"),
     "set": (PolledStore, "set"),
     "wait": (PolledStore, "wait"),
     "get": (PolledStore, "get"),
-    "agreed": (opening, "check_door"),
-    "seat": (launch, "_take_seat"),
+    "agreed": (assemble, "check_attach"),
+    "seat": (init, "_take_seat"),
     "forming": (dist, "init_process_group"),
     "formed": (forming, "_hear_all"),
 }
@@ -171,7 +169,7 @@ def _keep_builders() -> list[Builder]:
             made.append(self)
             return super().open(*args)
 
-    attachment.Builder = Kept  # type: ignore[misc]
+    attach.Builder = Kept  # type: ignore[misc]
     return made
 
 

@@ -4,7 +4,7 @@
     │ in_step
 
 The loop calls `reach` for what lies in the loop; the points inside backward are reached by hooks and by wrapping
-the reducer's own steps, in the test's process only.
+the synchronization's own steps, in the test's process only.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from nursery import Journal
 
-from gradsync.engine.synchronizer import GradSync
+from gradsync.engine.handle import GradSync
+from gradsync.transport.heartbeat import Phase
 from gradsync.transport.lane import Lane
-from gradsync.transport.page import Phase
 
 _HELD_US = 5_000_000  # much longer than the guard's dead_after
 
@@ -65,23 +65,23 @@ class Injector:
 
     def install(self, sync: GradSync, model: torch.nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
         """Put the hooks on, after attach."""
-        reducer = sync._reducer
+        synchronization = sync._synchronization
         if self.fault.last == self._rank:
             model[0].register_forward_hook(lambda *_: self._be_last(sync))
         model[0].register_forward_hook(lambda *_: self.reach("in_forward"))
         model.register_forward_hook(self._after_forward)
         optimizer.register_step_post_hook(lambda *_: self.reach("in_step"))
-        launch = reducer._launch
+        launch = synchronization._launch
 
         def launch_then_reach(bucket: Any) -> None:
             launch(bucket)
             self.reach("after_bucket", bucket.index)
 
-        reducer._launch = launch_then_reach  # type: ignore[method-assign]
-        reducer._launch_header = self._reach_first("before_header", reducer._launch_header)  # type: ignore[method-assign]
-        reducer.finish = self._reach_first("before_wait", reducer.finish)  # type: ignore[method-assign]
+        synchronization._launch = launch_then_reach  # type: ignore[method-assign]
+        synchronization._launch_header = self._reach_first("before_header", synchronization._launch_header)  # type: ignore[method-assign]
+        synchronization.finish = self._reach_first("before_wait", synchronization.finish)  # type: ignore[method-assign]
         if self.fault.point == "waiting" and self._is_next_to_the_victim(sync):
-            reducer._launch_header = self._strike_first(sync, reducer._launch_header)  # type: ignore[method-assign]
+            synchronization._launch_header = self._strike_first(sync, synchronization._launch_header)  # type: ignore[method-assign]
 
     def reach(self, point: str, bucket: int | None = None) -> None:
         """This rank is at `point`; if the fault is here, it happens."""

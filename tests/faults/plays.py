@@ -18,14 +18,14 @@ from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradsync as gs
-from gradsync.compress.recipes import from_canonical
+from gradsync.compress.toml import from_canonical
 from gradsync.errors import PeerFault
-from gradsync.exchange.exact import Exact
-from gradsync.exchange.memory import Form
-from gradsync.exchange.standing import standing
-from gradsync.transport.hosts import declare_host
+from gradsync.exchange.choose_route import Exact
+from gradsync.exchange.flat import Form
+from gradsync.exchange.group_cache import group_cache
+from gradsync.transport.heartbeat import Phase
+from gradsync.transport.host_meeting import declare_host
 from gradsync.transport.lane import NET_S, Lane, open_lane
-from gradsync.transport.page import Phase
 
 _STEPS = 6
 
@@ -135,7 +135,7 @@ def _summing(by: str, shared: bool, numel: int, guard: gs.Guard) -> tuple[Lane, 
     assert world is not None
     if by == "all_reduce":
         flat = gs.shared_empty(numel) if shared else torch.zeros(numel)
-        lane = standing(world).lane
+        lane = group_cache(world).lane
         lane.step = 0
         return lane, flat, lambda step: (gs.all_reduce(flat, op="sum"), None)[1]
     assert guard.timeout is not None
@@ -222,7 +222,7 @@ def run_out(rank: int, ranks: int, folder: Path, batches: list[int], how: str, r
     try:
         for _ in range(batches[rank]):
             model(torch.randn(2, 3)).sum().backward()
-            sync._steps.turns.begin_anew()  # nobody steps here
+            sync._steps.step_counts.begin_anew()  # nobody steps here
         if how == "detach":
             sync.detach()
     except gs.GradSyncError as error:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from nursery import Event, Scene
 
 import gradsync as gs
-from gradsync.compress.choice import Compressor
-from gradsync.compress.recipes import canonical
+from gradsync.compress.recipe import Compressor
+from gradsync.compress.toml import canonical
 
 Play = Callable[..., Scene]
 Survivors = Callable[..., list[Event]]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from nursery import Nursery, Scene
 
 import gradsync as gs
-from gradsync.engine.leaving import going_on
+from gradsync.engine.exit_notice import going_on
 
 BATCHES = [4, 2, 4]
 JOIN = "if ranks have unequally many batches, train inside `with sync.join():` on every rank"

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 import gradsync as gs
 from global_state import changes, snapshot
 from gradsync.integrations.accelerate import prepare, sync_of
-from gradsync.planner.automatic import Auto
+from gradsync.plan.auto import Auto
 
 SEQUENCE, WORDS = 16, 128
 Weights = dict[str, torch.Tensor]

@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import gradsync as gs
 from gradsync.integrations.transformers import attach
-from gradsync.planner.automatic import Auto
+from gradsync.plan.auto import Auto
 
 QUIET = {"report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False, "use_cpu": True, "save_steps": 1000}
 

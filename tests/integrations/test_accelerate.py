@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gradsync.ranks import RankPool
+from gradsync.launch.spawn import RankPool
 
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.timeout(300)  # two launches of a large framework, on a machine that others may use too

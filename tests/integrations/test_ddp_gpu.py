@@ -17,7 +17,7 @@ from test_ddp_hook import COMPRESSORS
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsync as gs
-from gradsync.integrations.ddp import open_hook
+from gradsync.integrations.ddp_hook import open_hook
 from silent_device import host_never_waits
 
 Run = Callable[..., list[Any]]

@@ -2,7 +2,7 @@
 
 Its second round is launched from a callback of the first, so the order of collectives depends on which round ends
 first, on each rank. Gloo then pairs messages of different sizes, and aborts the process. It is kept as a test
-because it is why our rounds are interleaved by the buckets' order alone: see `desk`.
+because it is why our rounds are interleaved by the buckets' order alone: see `pipeline`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch_powersgd
 from ddp_training import assert_replicas_equal, wrap
 
 import gradsync as gs
-from gradsync.ranks import RankPool
+from gradsync.launch.spawn import RankPool
 
 STEPS = 30
 PATIENCE_S = 4  # instead of an abort both ranks may wait for ever; all steps together take half a second

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsync as gs
-from gradsync.ranks import RankPool
+from gradsync.launch.spawn import RankPool
 
 Run = Callable[..., list[Any]]
 

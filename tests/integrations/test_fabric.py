@@ -23,7 +23,7 @@ from torch import nn
 import gradsync as gs
 from global_state import changes, snapshot
 from gradsync.integrations.fabric import GradSyncStrategy
-from gradsync.ranks import RankPool
+from gradsync.launch.spawn import RankPool
 
 Run = Callable[..., list[Any]]
 

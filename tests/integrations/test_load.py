@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradsync as gs
-from gradsync.compress.choice import EXACT, Choice, Param
-from gradsync.exchange.memory import Form, zeros
-from gradsync.exchange.parcel import Item
-from gradsync.integrations.load import Load, divide, lay_out, make_load
+from gradsync.compress.recipe import EXACT, Choice, Param
+from gradsync.exchange.flat import Form, Item, zeros
+from gradsync.integrations.ddp_buckets import Load, divide, lay_out, make_load
 
 HOST = torch.device("cpu")
 CHOICES = [EXACT, gs.int8().choose(Param("any", (4, 4))), gs.topk(0.1).choose(Param("any", (4, 4)))]
@@ -30,11 +29,11 @@ def test_what_is_put_in_comes_out_scaled(bucket: list[tuple[list[int], Choice]])
     gradients = torch.arange(float(sum(item.param.numel for item in items)))
     buffer = gradients.clone()
     load.put_in(buffer, 0.5)
-    for parcel in load.parcels:
-        for item in parcel.items:
+    for flat_bucket in load.flat_buckets:
+        for item in flat_bucket.items:
             place = next(each for each in items if each.name == item.name)
-            assert torch.equal(item.of(parcel.flat), place.of(gradients) * 0.5)
-        parcel.flat.mul_(4)
+            assert torch.equal(item.of(flat_bucket.flat), place.of(gradients) * 0.5)
+        flat_bucket.flat.mul_(4)
     assert torch.equal(load.take_out(buffer), gradients * 2)
 
 
@@ -42,10 +41,12 @@ def test_what_is_put_in_comes_out_scaled(bucket: list[tuple[list[int], Choice]])
 @given(bucket=buckets)
 def test_each_way_to_travel_has_one_parcel_without_gaps(bucket: list[tuple[list[int], Choice]]) -> None:
     load, items = _make(bucket)
-    assert {parcel.choice for parcel in load.parcels} == {choice for _, choice in bucket}
-    assert [parcel.index for parcel in load.parcels] == list(range(3, 3 + len(load.parcels)))
-    assert sum(parcel.flat.numel() for parcel in load.parcels) == sum(item.param.numel for item in items)
-    assert sorted(item.name for parcel in load.parcels for item in parcel.items) == sorted(item.name for item in items)
+    assert {flat_bucket.choice for flat_bucket in load.flat_buckets} == {choice for _, choice in bucket}
+    assert [flat_bucket.index for flat_bucket in load.flat_buckets] == list(range(3, 3 + len(load.flat_buckets)))
+    assert sum(flat_bucket.flat.numel() for flat_bucket in load.flat_buckets) == sum(item.param.numel for item in items)
+    assert sorted(item.name for flat_bucket in load.flat_buckets for item in flat_bucket.items) == sorted(
+        item.name for item in items
+    )
 
 
 def test_a_bucket_of_one_choice_stays_as_it_lies() -> None:

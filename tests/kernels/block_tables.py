@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from gradsync.kernels.blocks import ALIGN_NBYTES, BlockTable, Code, Method, Mode
+from gradsync.kernels.block_kernels import ALIGN_NBYTES, BlockTable, Code, Method, Mode
 
 LENGTHS = (1, 2, 5, 8, 15, 16, 17, 31, 32, 33, 40, 63, 64, 65, 100, 127, 128, 129, 250, 256)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

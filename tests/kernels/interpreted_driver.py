@@ -24,8 +24,8 @@ import torch
 from block_tables import LENGTHS, bits, decoded, encoded, make_table, random_flat
 from triton.runtime import interpreter
 
-from gradsync.kernels import block_codes, block_codes_triton
-from gradsync.kernels.blocks import BlockTable, Code, Method, Mode
+from gradsync.kernels import block_torch, block_triton
+from gradsync.kernels.block_kernels import BlockTable, Code, Method, Mode
 
 INF, NAN = float("inf"), float("nan")
 SPECIAL = (0.0, -0.0, 1e-45, -1e-39, 2**-101, 2**-100, 1e30, 2.0**126, 2.0**127, 3.4e38, -3.4e38, INF, -INF, NAN)
@@ -83,12 +83,12 @@ def contents(size: int) -> Iterator[torch.Tensor]:
 
 def assert_same(code: Code, flat: torch.Tensor, residual: torch.Tensor, table: BlockTable, mode: Mode) -> None:
     case = (code, flat, residual, table, mode, 2**32 - 1)
-    truth, ours = encoded(block_codes, *case), encoded(block_codes_triton, *case)
+    truth, ours = encoded(block_torch, *case), encoded(block_triton, *case)
     assert torch.equal(ours.payload, truth.payload), case
     assert torch.equal(bits(ours.residual), bits(truth.residual)), case
     payloads = torch.stack((truth.payload, truth.payload))
-    expected = decoded(block_codes, code, payloads, table, len(flat), flat.dtype)
-    sums = decoded(block_codes_triton, code, payloads, table, len(flat), flat.dtype)
+    expected = decoded(block_torch, code, payloads, table, len(flat), flat.dtype)
+    sums = decoded(block_triton, code, payloads, table, len(flat), flat.dtype)
     assert torch.equal(bits(sums), bits(expected)), case
 
 

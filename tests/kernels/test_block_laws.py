@@ -6,8 +6,8 @@ import pytest
 import torch
 from block_tables import CODES, DTYPES, decoded, encoded, make_table, random_flat, some_blocks
 
-from gradsync.kernels import block_codes, blocks
-from gradsync.kernels.blocks import Code, Method, Mode
+from gradsync.kernels import block_kernels, block_torch
+from gradsync.kernels.block_kernels import Code, Method, Mode
 
 INF, NAN = float("inf"), float("nan")
 
@@ -15,7 +15,7 @@ INF, NAN = float("inf"), float("nan")
 def payload_of(code: Code, values: list[float], kept: int = 0) -> tuple[torch.Tensor, list[int]]:
     """One block's head, in 16 bytes, and the bytes of its body."""
     table, _ = make_table(code.method, [(len(values), kept, 0)])
-    payload = encoded(blocks, code, torch.tensor(values), torch.empty(0), table, Mode.NONE).payload
+    payload = encoded(block_kernels, code, torch.tensor(values), torch.empty(0), table, Mode.NONE).payload
     return payload[:16], payload[16:].tolist()
 
 
@@ -44,7 +44,7 @@ def test_equal_elements_are_kept_from_the_lower_index_on() -> None:
     flat = torch.tensor([1.0, -2.0, 2.0, 1.0, -1.0, 2.0, 1.0])
     for kept, indices in ((1, [1]), (2, [1, 2]), (4, [0, 1, 2, 5]), (6, [0, 1, 2, 3, 4, 5])):
         table, _ = make_table(Method.TOPK, [(7, kept, 0)])
-        payload = encoded(blocks, Code(Method.TOPK, 8), flat, flat, table, Mode.NONE).payload
+        payload = encoded(block_kernels, Code(Method.TOPK, 8), flat, flat, table, Mode.NONE).payload
         assert payload[: 2 * kept].view(torch.int16).tolist() == indices
         assert payload[16 : 16 + 2 * kept].view(torch.bfloat16).tolist() == flat[indices].tolist()
 
@@ -55,8 +55,8 @@ def test_equal_elements_are_kept_from_the_lower_index_on() -> None:
 def through(code: Code, flat: torch.Tensor, residual: torch.Tensor, mode: Mode) -> tuple[torch.Tensor, torch.Tensor]:
     """One block, encoded and decoded: what a receiver sees, and the residual."""
     table, size = make_table(code.method, [(len(flat), max(1, len(flat) // 10), 5)])
-    payload, after = encoded(blocks, code, flat, residual, table, mode)
-    return decoded(blocks, code, payload[None], table, size, torch.float32), after
+    payload, after = encoded(block_kernels, code, flat, residual, table, mode)
+    return decoded(block_kernels, code, payload[None], table, size, torch.float32), after
 
 
 @pytest.mark.parametrize("code", CODES, ids=str)
@@ -112,18 +112,18 @@ def test_rows_are_added_in_order_and_what_is_between_blocks_stays(code: Code, dt
     table, size = make_table(code.method, some_blocks(), gap=2)
     payloads = torch.stack(
         [
-            encoded(blocks, code, random_flat(size, seed), torch.zeros(size), table, Mode.NONE).payload
+            encoded(block_kernels, code, random_flat(size, seed), torch.zeros(size), table, Mode.NONE).payload
             for seed in range(5)
         ]
     )
     inside = torch.zeros(size, dtype=torch.bool)
     for start, length, *_ in table.rows.tolist():
         inside[start : start + length] = True
-    rows = [decoded(blocks, code, payload[None], table, size, torch.float32) for payload in payloads]
+    rows = [decoded(block_kernels, code, payload[None], table, size, torch.float32) for payload in payloads]
     total = rows[0]
     for row in rows[1:]:
         total = total + row
-    ours = decoded(blocks, code, payloads, table, size, dtype)
+    ours = decoded(block_kernels, code, payloads, table, size, dtype)
     assert torch.equal(ours[inside], total[inside].to(dtype))
     assert bool((ours[~inside] == 77).all())
 
@@ -138,7 +138,7 @@ def test_dither_is_the_hash_that_the_note_names() -> None:
         return x ^ x >> 16
 
     for key, param, index in ((0, 0, 0), (1, 2, 3), (2**32 - 1, 2**31, 2**31 + 7), (77, 2**32 - 1, 2**32 - 1)):
-        ours = block_codes.dither(key, torch.tensor(param), torch.tensor(index))
+        ours = block_torch.dither(key, torch.tensor(param), torch.tensor(index))
         assert int(ours) == mix(index ^ mix(param ^ mix(key)))
 
 
@@ -149,8 +149,8 @@ def test_dithered_codes_are_right_on_average(method: Method) -> None:
     table, _ = make_table(method, [(64, 0, 3)])
     total = torch.zeros(64, dtype=torch.float64)
     for key in range(4096):
-        payload = encoded(blocks, Code(method, 64, True), flat, flat, table, Mode.NONE, key).payload
-        total += decoded(blocks, Code(method, 64, True), payload[None], table, 64, torch.float32)
+        payload = encoded(block_kernels, Code(method, 64, True), flat, flat, table, Mode.NONE, key).payload
+        total += decoded(block_kernels, Code(method, 64, True), payload[None], table, 64, torch.float32)
     step = 1 / 127 if method == Method.INT8 else 1 / 7
     assert float((total / 4096 - flat).abs().max()) < 5 * 0.008 * step
 
@@ -161,7 +161,7 @@ def test_dithering_depends_on_key_parameter_and_place() -> None:
     seen = set()
     for key, param, first in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)):
         table, _ = make_table(Method.INT8, [(64, 0, param)])
-        table.rows[0, blocks.FIRST] = first
-        payload = encoded(blocks, Code(Method.INT8, 64, True), flat, flat, table, Mode.NONE, key).payload
+        table.rows[0, block_kernels.FIRST] = first
+        payload = encoded(block_kernels, Code(Method.INT8, 64, True), flat, flat, table, Mode.NONE, key).payload
         seen.add(tuple(payload.tolist()))
     assert len(seen) == 4

@@ -10,8 +10,8 @@ from block_tables import CODES, DTYPES, bits, decoded, encoded, make_table, rand
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradsync.kernels import block_codes, blocks
-from gradsync.kernels.blocks import BlockTable, Code, Method, Mode
+from gradsync.kernels import block_kernels, block_torch
+from gradsync.kernels.block_kernels import BlockTable, Code, Method, Mode
 from gradsync.kernels.library import load
 
 LEVELS = ("portable", "avx2", "avx512")
@@ -52,16 +52,18 @@ def levels() -> Iterator[str]:
 def assert_c_equals_reference(
     code: Code, flat: torch.Tensor, residual: torch.Tensor, table: BlockTable, mode: Mode, key: int = 9
 ) -> None:
-    truth = encoded(block_codes, code, flat, residual, table, mode, key)
+    truth = encoded(block_torch, code, flat, residual, table, mode, key)
     frames = torch.stack((truth.payload, truth.payload.flip(0), truth.payload))  # strided: every second row
-    sums = [decoded(block_codes, code, rows, table, len(flat), flat.dtype) for rows in (frames[:1], frames[::2])]
+    sums = [decoded(block_torch, code, rows, table, len(flat), flat.dtype) for rows in (frames[:1], frames[::2])]
     for level in levels():
         case = (level, code, mode, flat.dtype)
-        ours = encoded(blocks, code, flat, residual, table, mode, key)
+        ours = encoded(block_kernels, code, flat, residual, table, mode, key)
         assert torch.equal(ours.payload, truth.payload), case
         assert torch.equal(bits(ours.residual), bits(truth.residual)), case
         for rows, total in zip((frames[:1], frames[::2]), sums, strict=True):
-            assert torch.equal(bits(decoded(blocks, code, rows, table, len(flat), flat.dtype)), bits(total)), case
+            assert torch.equal(bits(decoded(block_kernels, code, rows, table, len(flat), flat.dtype)), bits(total)), (
+                case
+            )
 
 
 # The kernels compute what the reference does
@@ -128,9 +130,9 @@ def test_whatever_is_in_the_blocks_gives_the_reference_bits(
 def test_without_the_library_the_reference_serves(code: Code, monkeypatch: pytest.MonkeyPatch) -> None:
     table, size = make_table(code.method, some_blocks())
     flat, residual = random_flat(size), random_flat(size, seed=1)
-    ours = encoded(blocks, code, flat, residual, table, Mode.FEEDBACK)
-    monkeypatch.setattr(blocks, "load", lambda: None)
-    theirs = encoded(blocks, code, flat, residual, table, Mode.FEEDBACK)
+    ours = encoded(block_kernels, code, flat, residual, table, Mode.FEEDBACK)
+    monkeypatch.setattr(block_kernels, "load", lambda: None)
+    theirs = encoded(block_kernels, code, flat, residual, table, Mode.FEEDBACK)
     assert torch.equal(ours.payload, theirs.payload)
     assert torch.equal(ours.residual, theirs.residual)
 
@@ -138,7 +140,7 @@ def test_without_the_library_the_reference_serves(code: Code, monkeypatch: pytes
 def test_an_empty_table_writes_nothing() -> None:
     table = BlockTable(torch.empty(0, 7, dtype=torch.int32), nbytes=0)
     payload = torch.full((16,), 0xAA, dtype=torch.uint8)
-    for by in (blocks, block_codes):
+    for by in (block_kernels, block_torch):
         by.encode(Code(Method.INT8, 256), torch.ones(3), None, table, payload, Mode.NONE, 0)
         flat = decoded(by, Code(Method.INT8, 256), payload[None], table, 3, torch.float32)
         assert flat.tolist() == [77.0] * 3

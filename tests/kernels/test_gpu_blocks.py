@@ -6,8 +6,8 @@ import pytest
 import torch
 from block_tables import CODES, LENGTHS, bits, encoded, make_table, random_flat, round_up, some_blocks
 
-from gradsync.kernels import block_codes, blocks
-from gradsync.kernels.blocks import BlockTable, Code, Method, Mode
+from gradsync.kernels import block_kernels, block_torch
+from gradsync.kernels.block_kernels import BlockTable, Code, Method, Mode
 from silent_device import host_never_waits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -20,19 +20,19 @@ SPECIAL = (0.0, -0.0, 1e-45, -1e-39, 2**-101, 2**-100, 1e30, 2.0**126, 2.0**127,
 def assert_triton_equals_reference(
     code: Code, flat: torch.Tensor, residual: torch.Tensor, table: BlockTable, mode: Mode, key: int = 9
 ) -> None:
-    truth = encoded(block_codes, code, flat, residual, table, mode, key)
+    truth = encoded(block_torch, code, flat, residual, table, mode, key)
     there = BlockTable(table.rows.cuda(), table.nbytes)
     payload = torch.full((round_up(table.nbytes, 16),), 0xAA, dtype=torch.uint8, device="cuda")
     after = residual.cuda()
-    blocks.encode(code, flat.cuda(), None if mode == Mode.NONE else after, there, payload, mode, key)
+    block_kernels.encode(code, flat.cuda(), None if mode == Mode.NONE else after, there, payload, mode, key)
     assert torch.equal(payload.cpu(), truth.payload)
     assert torch.equal(bits(after.cpu()), bits(truth.residual))
-    other = encoded(block_codes, code, flat.flip(0), residual, table, Mode.NONE, key).payload
+    other = encoded(block_torch, code, flat.flip(0), residual, table, Mode.NONE, key).payload
     payloads = torch.stack((truth.payload, other, other, truth.payload))
     for chosen in (slice(1), slice(None, None, 2), slice(None)):
         expected, ours = torch.full_like(flat, 77.0), torch.full_like(flat, 77.0).cuda()
-        block_codes.decode(code, payloads[chosen], table, expected)
-        blocks.decode(code, payloads.cuda()[chosen], there, ours)
+        block_torch.decode(code, payloads[chosen], table, expected)
+        block_kernels.decode(code, payloads.cuda()[chosen], there, ours)
         assert torch.equal(bits(ours.cpu()), bits(expected)), chosen
 
 
@@ -77,5 +77,5 @@ def test_the_host_never_waits_for_the_device() -> None:
     flat, residual = random_flat(size).cuda(), torch.zeros(size).cuda()
     payload = torch.zeros(1, table.nbytes, dtype=torch.uint8, device="cuda")
     with host_never_waits():
-        blocks.encode(Code(Method.TOPK, 256), flat, residual, there, payload[0], Mode.FEEDBACK, 0)
-        blocks.decode(Code(Method.TOPK, 256), payload, there, flat)
+        block_kernels.encode(Code(Method.TOPK, 256), flat, residual, there, payload[0], Mode.FEEDBACK, 0)
+        block_kernels.decode(Code(Method.TOPK, 256), payload, there, flat)

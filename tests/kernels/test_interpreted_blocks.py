@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gradsync.kernels.blocks import Method
+from gradsync.kernels.block_kernels import Method
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton, whose interpreter runs the kernels")
 

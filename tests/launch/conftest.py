@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from launchers import without_launcher
 
-from gradsync.transport.hosts import declare_host
+from gradsync.transport.host_meeting import declare_host
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,8 @@ from launchers import STEP, TORCHRUN
 from torch._C._distributed_c10d import HashStore
 
 from gradsync.errors import LaunchError
-from gradsync.launch import init
-from gradsync.transport.hosts import host_identity
+from gradsync.launch.init import init
+from gradsync.transport.host_meeting import host_identity
 
 
 def test_without_launcher_one_rank_works_silently(capfd: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +83,9 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], error: type[Except
 
 
 def test_our_own_backend_has_to_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradsync.launch.backend.available_backends", lambda: ["gloo"])  # another test may have done so
+    monkeypatch.setattr(
+        "gradsync.launch.choose_backend.available_backends", lambda: ["gloo"]
+    )  # another test may have done so
     with pytest.raises(ValueError, match=r"'cpu:gradsync' is not registered .* import gradsync\.backend first"):
         init(backend="cpu:gradsync")
 

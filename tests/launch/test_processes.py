@@ -16,7 +16,7 @@ from launchers import without_launcher
 
 SCRIPT = """
 import os, sys, torch, torch.distributed as dist
-from gradsync.launch import init
+from gradsync.launch.init import init
 try:
     init(timeout=float(sys.argv[1]))
 except Exception as error:

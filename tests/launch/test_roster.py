@@ -7,14 +7,9 @@ import socket
 import pytest
 import torch.distributed as dist
 
-from gradsync.launch.backend import default_backend
-from gradsync.launch.interface import (
-    endpoint_towards,
-    interface_addresses,
-    loopback_endpoint,
-    named_endpoint,
-)
-from gradsync.launch.roster import Peer, Seat, announcement, refusal
+from gradsync.launch.choose_backend import default_backend
+from gradsync.launch.interface import endpoint_towards, interface_addresses, loopback_endpoint, named_endpoint
+from gradsync.launch.roster import RankCard, Seat, announcement, refusal
 
 
 def test_every_interface_with_an_ipv4_address_is_known() -> None:
@@ -39,8 +34,8 @@ def test_named_interface_must_exist_and_loopback_in_a_list_counts() -> None:
         named_endpoint("lo,eth77")
 
 
-def peer(network: str, host: str = "k", backend: str | None = None) -> Peer:
-    return Peer(hostname="vm", host=host, network=network, towards_master=None, backend=backend)
+def peer(network: str, host: str = "k", backend: str | None = None) -> RankCard:
+    return RankCard(hostname="vm", host=host, network=network, towards_master=None, backend=backend)
 
 
 def seat(address: str, gpu: str | None = None, problem: str | None = None) -> Seat:
@@ -93,7 +88,7 @@ def test_first_rank_of_each_host_speaks() -> None:
         ),
     ],
 )
-def test_roster_is_refused_with_a_sentence(peers: list[Peer], seats: list[Seat], sentence: str) -> None:
+def test_roster_is_refused_with_a_sentence(peers: list[RankCard], seats: list[Seat], sentence: str) -> None:
     assert sentence in (refusal(peers, seats) or "")
 
 

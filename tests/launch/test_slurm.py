@@ -15,7 +15,7 @@ import pytest
 import torch
 from launchers import without_launcher
 
-from gradsync.ranks import RankPool
+from gradsync.launch.spawn import RankPool
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT_S = 250  # for a busy machine

@@ -16,7 +16,7 @@ from launchers import without_launcher
 
 import gradsync as gs
 from gradsync.launch.environment import read_task
-from gradsync.ranks import RankPool
+from gradsync.launch.spawn import RankPool
 from netlab.fixture import MakeLab
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import gradsync as gs
-from gradsync.exchange.standing import standing
+from gradsync.exchange.group_cache import group_cache
 from netlab.lab_plays import ALGORITHMS
 from netlab.traffic import payload, sent
 
@@ -20,7 +20,7 @@ def reduce_and_count(names: list[str], numels: list[int]) -> dict[str, Any]:
     """The hosts as gradsync sees them; by algorithm: whether all was exact, and what this host sent for each size."""
     gs.init(timeout=30)
     reduced = {name: [_reduce(name, numel) for numel in numels] for name in names}
-    hosts = standing(dist.group.WORLD).lane.hosts
+    hosts = group_cache(dist.group.WORLD).lane.hosts
     dist.destroy_process_group()
     return {
         "hosts": hosts,

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import gradsync as gs
-from gradsync.compress.choice import Compressor
-from gradsync.compress.recipes import from_canonical
+from gradsync.compress.recipe import Compressor
+from gradsync.compress.toml import from_canonical
 from netlab.traffic import payload, sent
 
 _COUNTED_STEPS = 3

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gradsync as gs
-from gradsync.transport.hosts import host_identity
+from gradsync.transport.host_meeting import host_identity
 
 
 def reduce_ones(numel: int) -> float:

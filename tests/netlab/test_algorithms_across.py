@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradsync.links import Hosts
+from gradsync.cluster import Hosts
 from netlab.algorithm_plays import ask_for_shared_memory, reduce_and_count
 from netlab.fixture import MakeLab
 from netlab.lab_plays import ALGORITHMS, train

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import gradsync as gs
-from gradsync.compress.choice import Compressor
-from gradsync.compress.recipes import canonical
+from gradsync.compress.recipe import Compressor
+from gradsync.compress.toml import canonical
 from netlab.compress_plays import conserve, count
 from netlab.fixture import MakeLab
 

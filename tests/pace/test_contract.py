@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import gradsync as gs
-from gradsync.paces import AsyncSGD, Pace
+from gradsync.plan.paces import AsyncSGD, Pace
 
 PACES: dict[str, Pace] = {
     "every_step": gs.every_step(),

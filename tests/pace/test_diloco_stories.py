@@ -13,8 +13,8 @@ import torch.distributed as dist
 from lines import GRADIENTS, Run, check_continuation, heard, raised
 
 import gradsync as gs
-from gradsync.ranks import RankPool
-from gradsync.transport.hosts import declare_host
+from gradsync.launch.spawn import RankPool
+from gradsync.transport.host_meeting import declare_host
 
 OUTER = gs.nesterov(0.5, 0.5)
 PLAIN = gs.nesterov(1.0, 0.0)

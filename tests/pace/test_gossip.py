@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import nn
 
 import gradsync as gs
-from gradsync.engine.synchronizer import GradSync
-from gradsync.paces import Topology
-from gradsync.ranks import RankPool
-from gradsync.transport.page import Phase
+from gradsync.engine.handle import GradSync
+from gradsync.launch.spawn import RankPool
+from gradsync.plan.paces import Topology
+from gradsync.transport.heartbeat import Phase
 
 Run = Callable[..., list[Any]]
 TOPOLOGIES: list[Topology] = ["ring", "exponential"]

@@ -8,8 +8,8 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradsync.pace.neighbours import neighbours, num_strides
-from gradsync.paces import Topology
+from gradsync.pace.gossip import neighbours, num_strides
+from gradsync.plan.paces import Topology
 
 topologies = st.sampled_from(["ring", "exponential"])
 sizes = st.integers(2, 64)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.amp import GradScaler
 
 import gradsync as gs
-from gradsync.paces import Pace
+from gradsync.plan.paces import Pace
 
 Ranks = Callable[..., list[Any]]
 PARAMETER_PACES: dict[str, Pace] = {

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradsync as gs
-from gradsync.guard.header import Flag
+from gradsync.agreement.header import Flag
 from gradsync.pace.contract import Held
-from gradsync.pace.window import Window
+from gradsync.pace.window import WindowPace
 
 Parameters = list[tuple[str, torch.nn.Parameter]]
 
@@ -18,10 +18,10 @@ Parameters = list[tuple[str, torch.nn.Parameter]]
 def parameters(*grads: float | None) -> Parameters:
     """One parameter per gradient, named a, b, c, …"""
     made = []
-    for letter, grad in zip("abcdef", grads, strict=False):
+    for message, grad in zip("abcdef", grads, strict=False):
         parameter = torch.nn.Parameter(torch.zeros(2))
         parameter.grad = None if grad is None else torch.full((2,), grad)
-        made.append((letter, parameter))
+        made.append((message, parameter))
     return made
 
 
@@ -31,7 +31,7 @@ def grads(of: Parameters) -> list[float | None]:
 
 @given(k=st.integers(1, 9), per_batch=st.integers(1, 4))
 def test_exactly_the_last_of_k_times_per_batch_backwards_averages(k: int, per_batch: int) -> None:
-    window = Window(gs.accumulate(k, per_batch), [])
+    window = WindowPace(gs.accumulate(k, per_batch), [])
     for done in range(1, k * per_batch + 1):
         last = done == k * per_batch
         assert window.streams == last
@@ -44,14 +44,14 @@ def test_exactly_the_last_of_k_times_per_batch_backwards_averages(k: int, per_ba
 
 
 def test_every_step_is_a_window_of_one() -> None:
-    window = Window(gs.every_step(), [])
+    window = WindowPace(gs.every_step(), [])
     assert window.streams
     assert window.after_backward(1, aborted=Flag.NONE)
 
 
 def test_hidden_gradients_are_none_and_come_back_as_the_same_tensors() -> None:
     them = parameters(1.0, None, 3.0)
-    window, tensors = Window(gs.accumulate(3), them), [p.grad for _, p in them]
+    window, tensors = WindowPace(gs.accumulate(3), them), [p.grad for _, p in them]
     window.after_backward(1, aborted=Flag.NONE)
     assert grads(them) == [None, None, None]
     window.before_backward()
@@ -60,7 +60,7 @@ def test_hidden_gradients_are_none_and_come_back_as_the_same_tensors() -> None:
 
 def test_what_arrived_while_hidden_is_added() -> None:
     them = parameters(1.0, 2.0)
-    window = Window(gs.accumulate(3), them)
+    window = WindowPace(gs.accumulate(3), them)
     window.after_backward(1, aborted=Flag.NONE)
     them[0][1].grad = torch.full((2,), 10.0)
     window.before_backward()
@@ -69,7 +69,7 @@ def test_what_arrived_while_hidden_is_added() -> None:
 
 def test_showing_twice_adds_nothing() -> None:
     them = parameters(1.0)
-    window = Window(gs.accumulate(3), them)
+    window = WindowPace(gs.accumulate(3), them)
     window.after_backward(1, aborted=Flag.NONE)
     window.before_backward()
     window.before_backward()
@@ -78,7 +78,7 @@ def test_showing_twice_adds_nothing() -> None:
 
 def test_a_window_that_was_averaged_has_forgotten_what_it_hid() -> None:
     them = parameters(1.0)
-    window = Window(gs.accumulate(3), them)
+    window = WindowPace(gs.accumulate(3), them)
     window.after_backward(1, aborted=Flag.NONE)
     window.averaged()
     window.before_backward()
@@ -87,7 +87,7 @@ def test_a_window_that_was_averaged_has_forgotten_what_it_hid() -> None:
 
 def test_a_backward_without_a_gradient_hides_only_in_an_open_window() -> None:
     them = parameters(1.0)
-    window = Window(gs.accumulate(2), them)
+    window = WindowPace(gs.accumulate(2), them)
     window.put_away()
     assert grads(them) == [1.0]
     window.after_backward(1, aborted=Flag.NONE)
@@ -98,7 +98,7 @@ def test_a_backward_without_a_gradient_hides_only_in_an_open_window() -> None:
 
 def test_a_sparse_gradient_hides_and_adds_too() -> None:
     them = parameters(None)
-    window, parameter = Window(gs.accumulate(2), them), them[0][1]
+    window, parameter = WindowPace(gs.accumulate(2), them), them[0][1]
     parameter.grad = torch.sparse_coo_tensor([[0]], [1.0], (2,), check_invariants=True)
     window.after_backward(1, aborted=Flag.NONE)
     parameter.grad = torch.sparse_coo_tensor([[1]], [2.0], (2,), check_invariants=True)
@@ -108,14 +108,14 @@ def test_a_sparse_gradient_hides_and_adds_too() -> None:
 
 def test_a_window_in_the_middle_survives_a_checkpoint() -> None:
     them = parameters(1.0, None)
-    window = Window(gs.accumulate(3), them)
+    window = WindowPace(gs.accumulate(3), them)
     window.after_backward(2, aborted=Flag.NONE)
     held = window.held()
     window.before_backward()
     them[0][1].grad.add_(100)  # type: ignore[union-attr]  # what is held must not share memory with the run
 
     again = parameters(None, None)
-    resumed = Window(gs.accumulate(3), again)
+    resumed = WindowPace(gs.accumulate(3), again)
     resumed.hold(held)
     assert resumed.backwards == 2
     resumed.before_backward()
@@ -124,7 +124,7 @@ def test_a_window_in_the_middle_survives_a_checkpoint() -> None:
 
 def test_closing_brings_everything_back() -> None:
     them = parameters(1.0)
-    window = Window(gs.accumulate(3), them)
+    window = WindowPace(gs.accumulate(3), them)
     window.after_backward(1, aborted=Flag.NONE)
     window.close(together=True)
     assert grads(them) == [1.0]
@@ -132,4 +132,4 @@ def test_closing_brings_everything_back() -> None:
 
 @pytest.mark.parametrize("pace", [gs.every_step(), gs.accumulate(2)])
 def test_a_fresh_window_holds_nothing(pace: object) -> None:
-    assert Window(pace, []).held() == Held(0, {})  # type: ignore[arg-type]
+    assert WindowPace(pace, []).held() == Held(0, {})  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gradsync.links import Cluster, Link
+from gradsync.cluster import Cluster, Link
 from gradsync.planner.profile import Gradient, ModelProfile
 
 

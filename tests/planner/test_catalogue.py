@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradsync import units
-from gradsync.links import Cluster
+from gradsync.cluster import Cluster
 from gradsync.planner import catalogue
 from gradsync.planner.catalogue import DEVICES, LINKS, NETWORKS, cluster, device, link, network
-from gradsync.planner.catalogue.processors import processor
+from gradsync.planner.catalogue.devices import processor
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "links.md").read_text(encoding="utf-8")
 

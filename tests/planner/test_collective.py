@@ -6,15 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.allreduce.halving_doubling import HalvingDoubling
-from gradsync.allreduce.hierarchical import Hierarchical
-from gradsync.allreduce.native import Native
-from gradsync.allreduce.pricing import price
-from gradsync.allreduce.ring import Ring
-from gradsync.allreduce.shared_memory import SharedMemory
-from gradsync.allreduce.tree import Tree
-from gradsync.devices import Device
-from gradsync.links import Cluster, Link
+from gradsync.algorithms.builtin import Native, SharedMemory
+from gradsync.algorithms.halving_doubling import HalvingDoubling
+from gradsync.algorithms.hierarchical import Hierarchical
+from gradsync.algorithms.price import price
+from gradsync.algorithms.ring import Ring
+from gradsync.algorithms.tree import Tree
+from gradsync.cluster import Cluster, Device, Link
 from gradsync.planner.collective import Collectives
 
 CURVE = ((1e3, 20e6), (1e5, 50e6), (1e6, 110e6))

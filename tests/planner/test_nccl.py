@@ -6,9 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.links import Link
-from gradsync.planner.nccl import Cost, all_reduce_costs, all_reduce_s, generation_of, latency_us
-from gradsync.planner.nccl_figures import Generation, Name, Protocol
+from gradsync.cluster import Link
+from gradsync.planner.nccl import (
+    Generation,
+    Name,
+    NcclCost,
+    Protocol,
+    all_reduce_costs,
+    all_reduce_s,
+    generation_of,
+    latency_us,
+)
 
 NVLINK3 = Link(2e-6, 230e9)
 NVLINK4 = Link(2e-6, 480e9)
@@ -17,7 +25,7 @@ ETHERNET_100G = Link(2e-6, 11e9)
 GENERATIONS: tuple[Generation, ...] = ("volta", "ampere", "hopper", "blackwell")
 
 
-def way(costs: list[Cost], algorithm: Name, protocol: Protocol = "Simple") -> float:
+def way(costs: list[NcclCost], algorithm: Name, protocol: Protocol = "Simple") -> float:
     return next(cost.seconds for cost in costs if cost[1:] == (algorithm, protocol))
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gradsync.planner.architectures import architecture
+from gradsync.planner.known_models import architecture
 from gradsync.planner.profile import Gradient, ModelProfile
 
 SECONDS = st.floats(0, 1e6)

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from made_runs import made_run, write_run
 
 import gradsync as gs
-from gradsync.cli.entry import main
+from gradsync.cli.main import main
+from gradsync.cluster import Cluster, Link
 from gradsync.integrations import rank_files
-from gradsync.links import Cluster, Link
 from gradsync.planner.profile import Gradient, ModelProfile
 from gradsync.trace.flight import Flight, read_flight
 from gradsync.trace.reader import read_run
 from gradsync.trace.writer import Writer
+from made_runs import made_run, write_run
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -11,9 +11,6 @@ from urllib.parse import urlsplit
 
 import pytest
 from chromium import MISSING, chromium, complaints, prefer, requests, resize
-from hostile_names import HOSTILE, hostile_folder
-from live_server import BOUND_S, finish, grow, serving
-from made_runs import made_run
 from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.wait import WebDriverWait
@@ -22,6 +19,9 @@ from gradsync.report.page import page
 from gradsync.report.summary import summarize
 from gradsync.trace.lines import Health
 from gradsync.trace.reader import read_run
+from hostile_names import HOSTILE, hostile_folder
+from live_server import BOUND_S, finish, grow, serving
+from made_runs import made_run
 
 pytestmark = [pytest.mark.skipif(MISSING is not None, reason=str(MISSING)), pytest.mark.timeout(240)]
 

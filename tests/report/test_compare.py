@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from made_runs import made_run
-
 from gradsync.report.compare import Comparison, compare
 from gradsync.report.summary import summarize
 from gradsync.trace.reader import RunTrace
+from made_runs import made_run
 
 
 def compared(first: RunTrace, second: RunTrace) -> Comparison:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from made_runs import made_run, write_run
 
-from gradsync.cli.entry import main
+from gradsync.cli.main import main
 from gradsync.trace.lines import Error, Health
+from made_runs import made_run, write_run
 
 
 @pytest.mark.parametrize("asked", [[], ["--json"]])

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from made_runs import made_run
-
-from gradsync.report.blame import Blame
 from gradsync.report.exporters.metrics import families
-from gradsync.report.links import SlowLink
+from gradsync.report.slow_links import SlowLink
+from gradsync.report.slow_ranks import Blame
 from gradsync.report.summary import Summary
 from gradsync.trace.lines import Error, Health
+from made_runs import made_run
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "exporters.md"
 

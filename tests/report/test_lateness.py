@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from made_runs import QUIET, made_run
 
 from gradsync.report.lateness import COMPUTATION, PARTS, lateness, low_median, own_parts
 from gradsync.report.table import tabulate
-from gradsync.trace.lines import Phase, Step
+from gradsync.trace.lines import StepLine, StepPart
+from made_runs import QUIET, made_run
 
 
 @pytest.mark.parametrize("phase", ["input", "forward", "backward", "optimizer", "encode"])
@@ -59,8 +59,8 @@ def test_parts_add_up_to_the_own_work() -> None:
 
 
 def test_nonsense_in_a_file_makes_no_negative_parts() -> None:
-    phases = [Phase("input", 5.0, 1.0), Phase("backward", 0.0, 1e9), Phase("nap", 0.0, 1.0)]
-    for step in (Step(1, 0.0, 2.0, phases, encode_s=-3.0), Step(1, 0.0, 2.0, [], exposed_s=1e18)):
+    phases = [StepPart("input", 5.0, 1.0), StepPart("backward", 0.0, 1e9), StepPart("nap", 0.0, 1.0)]
+    for step in (StepLine(1, 0.0, 2.0, phases, encode_s=-3.0), StepLine(1, 0.0, 2.0, [], exposed_s=1e18)):
         assert all(seconds >= 0 for seconds in own_parts(step).values())
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from made_runs import NOISY, Noise, made_run
 
 from gradsync.report.overhead import Overhead, measure
 from gradsync.report.table import tabulate
-from gradsync.trace.lines import Phase, Step
+from gradsync.trace.lines import StepLine, StepPart
 from gradsync.trace.reader import RunTrace
+from made_runs import NOISY, Noise, made_run
 
 EXACT = Noise()
 
@@ -60,19 +60,20 @@ def test_some_very_long_steps_change_nothing() -> None:
     before = overhead_of(run)
     for trace in run.ranks.values():
         trace.steps[10:20] = [
-            replace(step, step_s=60.0, exposed_s=59.0, phases=[Phase("wait", 1.0, 60.0)]) for step in trace.steps[10:20]
+            replace(step, step_s=60.0, exposed_s=59.0, phases=[StepPart("wait", 1.0, 60.0)])
+            for step in trace.steps[10:20]
         ]
     assert overhead_of(run).step_s == pytest.approx(before.step_s)
     assert overhead_of(run).share == pytest.approx(before.share)
 
 
 def test_overlap_is_all_where_communication_hides_and_nothing_where_it_does_not() -> None:
-    shown = [Phase("forward", 0.0, 1.0), Phase("wait", 1.0, 1.5)]
+    shown = [StepPart("forward", 0.0, 1.0), StepPart("wait", 1.0, 1.5)]
     for hidden_s, expected in ((0.0, 0.0), (0.25, 1 / 3), (9.0, 1.0)):
         run = made_run(2, 20)
         for trace in run.ranks.values():
             trace.steps[:] = [
-                Step(each.step, each.at, 1.5, shown, exposed_s=0.5, comm_s=0.5 + hidden_s) for each in trace.steps
+                StepLine(each.step, each.at, 1.5, shown, exposed_s=0.5, comm_s=0.5 + hidden_s) for each in trace.steps
             ]
         assert overhead_of(run).overlap == pytest.approx(expected)
 
@@ -80,8 +81,10 @@ def test_overlap_is_all_where_communication_hides_and_nothing_where_it_does_not(
 def test_where_few_steps_synchronize_all_count_alike() -> None:
     run = made_run(2, 41, noise=EXACT)
     for trace in run.ranks.values():
-        idle = [Phase("forward", 0.0, 0.01)]
-        trace.steps[:] = [step if step.step % 4 == 0 else Step(step.step, step.at, 0.01, idle) for step in trace.steps]
+        idle = [StepPart("forward", 0.0, 0.01)]
+        trace.steps[:] = [
+            step if step.step % 4 == 0 else StepLine(step.step, step.at, 0.01, idle) for step in trace.steps
+        ]
     found = overhead_of(run)
     assert found.seldom
     assert 0 < found.share < 0.1

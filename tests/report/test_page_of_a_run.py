@@ -8,13 +8,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from hostile_names import HOSTILE, hostile_folder, hostile_run
-from made_runs import made_run, write_run
 
 from gradsync.report.page import page, sections
 from gradsync.report.summary import summarize
-from gradsync.trace.lines import BucketTimes, Error, Health, Phase
+from gradsync.trace.lines import BucketTimes, Error, Health, StepPart
 from gradsync.trace.reader import RunTrace, read_run
+from hostile_names import HOSTILE, hostile_folder, hostile_run
+from made_runs import made_run, write_run
 
 VOID = {"meta", "link"}
 EXPECTED_TAGS = {
@@ -112,7 +112,7 @@ def test_page_of_many_ranks_buckets_and_parameters_is_small_and_says_what_it_lea
         trace.run = replace(trace.run, parameters=many)
         buckets = [BucketTimes(n, 0.01, 0.01, 0.01, 0.03 + n / 1e5, None, None, 9, 0.0, 0.0) for n in range(2000)]
         late = 0.02 * (trace.run.rank % 7)
-        phases = [Phase("forward", 0.0, 0.02 + late), Phase("wait", 0.02 + late, 0.16)]
+        phases = [StepPart("forward", 0.0, 0.02 + late), StepPart("wait", 0.02 + late, 0.16)]
         trace.steps = [
             replace(trace.steps[-1], step=step, phases=phases, buckets=buckets if step == 120 else None)
             for step in range(1, 121)
@@ -147,7 +147,7 @@ def test_page_of_a_run_that_hardly_began_is_a_page(ranks: int, steps: int) -> No
 def test_page_of_a_file_with_absurd_numbers_is_a_page(tmp_path: Path) -> None:
     run = made_run(ranks=2, steps=3)
     for trace in run.ranks.values():
-        phases = [Phase("forward", -1e17, 1e17), Phase("wait", 5.0, -5.0)]
+        phases = [StepPart("forward", -1e17, 1e17), StepPart("wait", 5.0, -5.0)]
         trace.steps = [replace(step, phases=phases, step_s=1e-300, exposed_s=-1.0) for step in trace.steps]
         trace.run = replace(trace.run, started=1e18, parameters=[("w", (-1, 2**62), "?")])
     Parsed(drawn(read_run(write_run(tmp_path / "run", run))))

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_runs import NOISY, made_run
 
 from gradsync.report.exporters.perfetto import events, write_perfetto
-from gradsync.trace.lines import BucketTimes, Clock, Error, Health, Phase, Step
+from gradsync.trace.lines import BucketTimes, ClockShift, Error, Health, StepLine, StepPart
 from gradsync.trace.reader import RankTrace, RunTrace
+from made_runs import NOISY, made_run
 
 Event = dict[str, Any]
 
@@ -89,7 +89,7 @@ def test_hosts_are_on_one_clock() -> None:
     run = made_run(ranks=2, steps=3)
     other = run.ranks[1]
     other.steps = [replace(step, at=step.at - 500.0) for step in other.steps]
-    other.clocks = [Clock(0, 500.0, 1e-4)]
+    other.clocks = [ClockShift(0, 500.0, 1e-4)]
     found = list(events(run))
     for step in (1, 2, 3):
         here, there = slices(found, f"step {step}")
@@ -139,7 +139,7 @@ def test_any_run_gives_a_valid_trace(tmp_path: Path) -> None:
         check(written(run, tmp_path))
 
 
-def garbage(rng: random.Random, trace: RankTrace) -> list[Step]:
+def garbage(rng: random.Random, trace: RankTrace) -> list[StepLine]:
     """Steps whose times mean nothing."""
 
     def time() -> float:
@@ -147,12 +147,12 @@ def garbage(rng: random.Random, trace: RankTrace) -> list[Step]:
 
     steps = []
     for _ in range(12):
-        phases = [Phase(rng.choice(["wait", "input", "\x1b</script>"]), time(), time()) for _ in range(4)]
+        phases = [StepPart(rng.choice(["wait", "input", "\x1b</script>"]), time(), time()) for _ in range(4)]
         buckets = [
             BucketTimes(rng.randrange(9), *(rng.choice([None, time()]) for _ in range(6)), 1, abs(time()), 0.0)
             for _ in range(4)
         ]
-        steps.append(Step(rng.randrange(-2, 9), time(), time(), phases, buckets=buckets))
+        steps.append(StepLine(rng.randrange(-2, 9), time(), time(), phases, buckets=buckets))
     return steps
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from made_runs import made_run
 from prometheus_client.parser import text_string_to_metric_families
 
 from gradsync.errors import GradSyncError
@@ -17,6 +16,7 @@ from gradsync.report.exporters.prometheus import exposition, write_prometheus
 from gradsync.report.summary import Summary, summarize
 from gradsync.trace.lines import Error, Health
 from gradsync.trace.reader import RunTrace
+from made_runs import made_run
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 NAN = Health(3, "nonfinite", [1], "layers.0.weight", 2, "rank 1 has 2 NaN")

@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from made_runs import NOISY, QUIET, made_run, write_run
 
 from gradsync.report.summary import Summary, summarize
-from gradsync.trace.flight import Entry, Moment
-from gradsync.trace.lines import Choice, Error, Health, Phase
+from gradsync.trace.flight import FlightEntry, Moment
+from gradsync.trace.lines import Error, Health, PlanChoice, StepPart
 from gradsync.trace.reader import RunTrace, read_run
+from made_runs import NOISY, QUIET, made_run, write_run
 
 LOST = Error(14, "PeerLost", [1], 0, "rank 1 is gone\nfor good")
 
@@ -117,7 +117,7 @@ def test_random_nonsense_in_steps_never_ends_in_a_traceback() -> None:
                 if rng.random() < 0.5:
                     wild = [rng.choice([0.0, -1.0, 1e18, -1e18, 1e-9]) for _ in range(6)]
                     trace.steps[index] = type(step)(
-                        step.step, wild[0], wild[1], [Phase(rng.choice(["wait", "input", "x"]), wild[2], wild[3])],
+                        step.step, wild[0], wild[1], [StepPart(rng.choice(["wait", "input", "x"]), wild[2], wild[3])],
                         wild[4], wild[5], encode_s=wild[1], nbytes=-5, raw_nbytes=0, sent_nbytes=-1,
                     )  # fmt: skip
         summary = summarize(run)
@@ -161,7 +161,7 @@ def test_of_two_causes_the_verdict_names_who_raised_first() -> None:
     run = made_run(2, 30)
     for rank, (what, at) in enumerate([("RuntimeError", 1009.8), ("KeyError", 1009.0)]):
         run.ranks[rank].errors.append(Error(30, what, [], None, "it broke"))
-        run.ranks[rank].flight = [Entry(0, at, 30, Moment.FAILED, None)]
+        run.ranks[rank].flight = [FlightEntry(0, at, 30, Moment.FAILED, None)]
     assert [error.what for error in summarize(run).errors] == ["KeyError", "RuntimeError"]
 
 
@@ -169,7 +169,7 @@ def switched(run: RunTrace, at: int, predicted_step_s: float = 0.044) -> RunTrac
     """As if `gs.auto()` had switched there to a plan that sends a tenth; before, steps took thrice as long."""
     for trace in run.ranks.values():
         trace.stats.clear()  # they come now and then, and none since
-        trace.choices.append(Choice(at, {}, predicted_step_s, 1e9))
+        trace.choices.append(PlanChoice(at, {}, predicted_step_s, 1e9))
         trace.steps = [
             replace(step, sent_nbytes=step.sent_nbytes // 10)
             if step.step >= at

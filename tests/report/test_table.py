@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from made_runs import made_run
-
 from gradsync.report.table import tabulate
+from made_runs import made_run
 
 
 def test_every_step_of_every_rank_has_its_cell() -> None:

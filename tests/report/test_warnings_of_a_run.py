@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from made_runs import NOISY, made_run
 
-from gradsync.report.happened import first_event
+from gradsync.report.post_mortem.first_event import first_event
 from gradsync.report.summary import summarize
 from gradsync.report.warnings import Warned
-from gradsync.trace.flight import Entry, Moment
-from gradsync.trace.lines import BucketPlan, Choice, Layout
+from gradsync.trace.flight import FlightEntry, Moment
+from gradsync.trace.lines import BucketLayout, BucketPlan, PlanChoice
 from gradsync.trace.reader import RunTrace
+from made_runs import NOISY, made_run
 
 
 def warned(run: RunTrace, words: str) -> Warned | None:
@@ -41,12 +41,12 @@ def test_nothing_overlaps() -> None:
 def test_one_bucket_cannot_overlap() -> None:
     run = made_run(4, 60, overlap=False)
     for trace in run.ranks.values():
-        trace.layouts[:] = [Layout(1, trace.layouts[0].buckets[:1])]
+        trace.layouts[:] = [BucketLayout(1, trace.layouts[0].buckets[:1])]
     found = warned(run, "Nothing overlaps")
     assert found is not None
     assert "bucket_bytes" in found.advice
     for trace in run.ranks.values():
-        trace.choices.append(Choice(1, {}, 0.1))
+        trace.choices.append(PlanChoice(1, {}, 0.1))
     found = warned(run, "Nothing overlaps")
     assert found is not None
     assert "gs.auto() found the fastest" in found.advice
@@ -55,7 +55,7 @@ def test_one_bucket_cannot_overlap() -> None:
 def test_many_tiny_buckets() -> None:
     run = made_run(4, 60, overlap=False)
     for trace in run.ranks.values():
-        trace.layouts[:] = [Layout(1, [BucketPlan(index, [index], 4096, None) for index in range(64)])]
+        trace.layouts[:] = [BucketLayout(1, [BucketPlan(index, [index], 4096, None) for index in range(64)])]
     found = warned(run, "64 buckets of 4.1 kB")
     assert found is not None
     assert "bucket_bytes" in found.advice
@@ -70,9 +70,9 @@ def as_ddp(run: RunTrace) -> RunTrace:
 def test_a_stock_run_is_advised_by_the_knobs_that_it_has() -> None:
     one, many = made_run(4, 60, overlap=False), made_run(4, 60, overlap=False)
     for trace in one.ranks.values():
-        trace.layouts[:] = [Layout(1, trace.layouts[0].buckets[:1])]
+        trace.layouts[:] = [BucketLayout(1, trace.layouts[0].buckets[:1])]
     for trace in many.ranks.values():
-        trace.layouts[:] = [Layout(1, [BucketPlan(index, [index], 4096, None) for index in range(64)])]
+        trace.layouts[:] = [BucketLayout(1, [BucketPlan(index, [index], 4096, None) for index in range(64)])]
     advice = [each.advice for run in (one, many) for each in summarize(as_ddp(run)).warnings]
     advice += [each.advice for each in summarize(as_ddp(made_run(4, 60, slow={1: {"input": 0.05}}))).blame]
     assert len(advice) >= 4
@@ -167,6 +167,6 @@ def test_a_trace_that_a_full_disk_cut_short_is_no_crash() -> None:
     run = made_run(2, 30)
     for trace in run.ranks.values():
         trace.end = None
-        trace.flight = [Entry(1, 9.0, 60, Moment.STEPPED, None), Entry(2, 9.5, 60, Moment.LEFT, None)]
+        trace.flight = [FlightEntry(1, 9.0, 60, Moment.STEPPED, None), FlightEntry(2, 9.5, 60, Moment.LEFT, None)]
     assert any("cut short after step 30" in warned.text for warned in summarize(run).warnings)
     assert first_event(run, now=1e12) is None

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from gradsync.trace.detail import FIRST, is_detailed
-from gradsync.trace.lines import Run
+from gradsync.trace.lines import RunHeader
 from gradsync.trace.reader import read_run
 from gradsync.trace.timers import HostTimer
-from gradsync.trace.tracer import Tracer, Trip
+from gradsync.trace.tracer import BucketTrip, Tracer
 from gradsync.trace.writer import Writer
 
 
@@ -26,11 +26,11 @@ def test_detailed_steps_are_in_step_with_nothing(every: int) -> None:
 
 def trace(folder: Path, rank: int, steps: range) -> set[int]:
     """The steps that such a rank told bucket by bucket."""
-    run = Run(rank, 2, "a", 1, 1.0, 1.0, "gradsync", "cpu", None, [])
+    run = RunHeader(rank, 2, "a", 1, 1.0, 1.0, "gradsync", "cpu", None, [])
     tracer = Tracer(Writer(folder, run), None, HostTimer())
     tracer.continue_at(steps[0])
     for step in steps:
-        tracer.over(step, True, [Trip(0, 8)])
+        tracer.over(step, True, [BucketTrip(0, 8)])
     tracer.close("detach")
     return {step.step for step in read_run(folder).ranks[rank].steps if step.buckets is not None}
 

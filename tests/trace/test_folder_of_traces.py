@@ -10,23 +10,23 @@ from pathlib import Path
 import pytest
 
 from gradsync.trace.flight import NBYTES, Flight, Moment, read_flight
-from gradsync.trace.lines import Clock, End, Layout, Phase, Run, Step
+from gradsync.trace.lines import BucketLayout, ClockShift, RankEnd, RunHeader, StepLine, StepPart
 from gradsync.trace.reader import Follower, read_run
 from gradsync.trace.writer import Writer
 
-RUN = Run(0, 2, "a", 7, 1.5, 2.5, "gradsync", "cpu", None, [("w", (2, 3), "float32")])
+RUN = RunHeader(0, 2, "a", 7, 1.5, 2.5, "gradsync", "cpu", None, [("w", (2, 3), "float32")])
 
 
-def step(number: int) -> Step:
-    return Step(number, float(number), 1.0, [Phase("wait", 0.5, 1.0)])
+def step(number: int) -> StepLine:
+    return StepLine(number, float(number), 1.0, [StepPart("wait", 0.5, 1.0)])
 
 
 def test_everything_written_is_read(tmp_path: Path) -> None:
     writer = Writer(tmp_path, RUN)
-    for line in (Clock(0, 0.5, 0.1), Layout(1, []), step(0), step(1), End(2, "detach")):
+    for line in (ClockShift(0, 0.5, 0.1), BucketLayout(1, []), step(0), step(1), RankEnd(2, "detach")):
         writer.write(line)
     trace = read_run(tmp_path).ranks[0]
-    assert (trace.run, trace.steps, trace.end) == (RUN, [step(0), step(1)], End(2, "detach"))
+    assert (trace.run, trace.steps, trace.end) == (RUN, [step(0), step(1)], RankEnd(2, "detach"))
     assert read_run(tmp_path).missing == [1]
     writer.close()
 
@@ -48,7 +48,7 @@ def test_a_line_that_was_cut_off_and_a_strange_one_are_left_out(tmp_path: Path) 
 
 def test_files_stay_below_their_limit_and_the_newest_steps_are_kept(tmp_path: Path) -> None:
     writer = Writer(tmp_path, RUN, limit_nbytes=8000)
-    writer.write(Clock(0, 0.5, 0.1))
+    writer.write(ClockShift(0, 0.5, 0.1))
     for number in range(500):
         writer.write(step(number))
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 8000 + 500
@@ -56,7 +56,7 @@ def test_files_stay_below_their_limit_and_the_newest_steps_are_kept(tmp_path: Pa
     kept = [each.step for each in trace.steps]
     assert kept == list(range(kept[0], 500))
     assert len(kept) > 10
-    assert trace.clocks[-1] == Clock(0, 0.5, 0.1)
+    assert trace.clocks[-1] == ClockShift(0, 0.5, 0.1)
     assert trace.num_earlier == 0
     writer.close()
 

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from gradsync.transport.processes import ended, is_gone, look_at, remember
+from gradsync.transport.host_processes import ended, is_gone, look_at, remember
 
 
 @pytest.fixture

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from gradsync.errors import PeerFault, PeerLost, SyncTimeout
-from gradsync.policy import Guard
-from gradsync.transport import ending
+from gradsync.plan.guard import Guard
+from gradsync.transport import abandoned
 from gradsync.transport import lane as module
+from gradsync.transport.blame import Sight
 from gradsync.transport.groups import Groups
-from gradsync.transport.lane import Lane, Ticket
-from gradsync.transport.page import INITIAL, Phase, State
-from gradsync.transport.verdict import Sight
-from gradsync.transport.wires import connections, cut
+from gradsync.transport.heartbeat import INITIAL, Phase, RankState
+from gradsync.transport.lane import Lane, Pending
+from gradsync.transport.sockets import connections, cut
 
 STEP = 7
 RANKS = (4, 5, 6)  # the global ranks of this group; we are the first
@@ -54,7 +54,7 @@ class Peers:
 
     def __init__(self) -> None:
         self.state = INITIAL
-        self.said: list[State] = []
+        self.said: list[RankState] = []
         self.looks: Iterator[Any] = iter(())
         self.now = {1: waiting(), 2: waiting()}
         self.culprits: list[int] = []
@@ -62,7 +62,7 @@ class Peers:
         self.orphan()
 
     def at(self, step: int, phase: Phase, bucket: int = -1, culprits: tuple[int, ...] = ()) -> None:
-        self.state = State(0, step, phase, bucket, culprits)
+        self.state = RankState(0, step, phase, bucket, culprits)
         self.said.append(self.state)
 
     def sights(self) -> dict[int, Sight]:
@@ -89,7 +89,9 @@ class Peers:
 
 
 def waiting(**changes: Any) -> Sight:
-    state = State(0, STEP, Phase.WAITING, -1, ())._replace(**{k: v for k, v in changes.items() if k in State._fields})
+    state = RankState(0, STEP, Phase.WAITING, -1, ())._replace(
+        **{k: v for k, v in changes.items() if k in RankState._fields}
+    )
     return Sight(state, changes.get("dead", False), changes.get("silent", False))
 
 
@@ -112,36 +114,36 @@ def make(peers: Peers, timeout: float, warn_after: float = 30) -> Lane:
     return lane
 
 
-def launch(lane: Lane, what: str = "the step header", bucket: int = -1) -> tuple[Work, Ticket]:
+def launch(lane: Lane, what: str = "the step header", bucket: int = -1) -> tuple[Work, Pending]:
     work = Work()
     return work, lane.launch(lambda: work, what, 0, bucket)  # type: ignore[arg-type,return-value]
 
 
-def raised(lane: Lane, ticket: Ticket, kind: type[PeerFault]) -> PeerFault:
+def raised(lane: Lane, pending: Pending, kind: type[PeerFault]) -> PeerFault:
     with pytest.raises(kind) as caught:
-        lane.wait(ticket)
+        lane.wait(pending)
     for work in lane._under_way:
         work._done.set()
     return caught.value
 
 
 def test_a_wait_ends_with_the_work_and_says_meanwhile_that_it_waits(lane: Lane, peers: Peers) -> None:
-    work, ticket = launch(lane)
+    work, pending = launch(lane)
     lane.at(Phase.BACKWARD, 3)
     peers.looks = iter([None, work.complete])
-    lane.wait(ticket)
+    lane.wait(pending)
     assert [(s.phase, s.bucket) for s in peers.said] == [(Phase.BACKWARD, 3), (Phase.WAITING, -1), (Phase.BACKWARD, 3)]
 
 
 def test_a_dead_rank_is_named_by_its_global_rank_with_step_and_bucket(lane: Lane, peers: Peers) -> None:
-    _, ticket = launch(lane, bucket=2)
+    _, pending = launch(lane, bucket=2)
     peers.now = {1: waiting(), 2: waiting(phase=Phase.BACKWARD, dead=True)}
-    error = raised(lane, ticket, PeerLost)
+    error = raised(lane, pending, PeerLost)
     assert error.ranks == (6,)
     assert str(error).startswith(
         "[rank 4/3 step 7 bucket 2] rank 6 (pid 102) died in step 7, while this rank was in bucket 2 (weight 2)."
     )
-    assert peers.state == State(0, STEP, Phase.LOST_PEER, -1, (2,))
+    assert peers.state == RankState(0, STEP, Phase.LOST_PEER, -1, (2,))
 
 
 def test_the_oldest_bucket_on_the_wire_is_named_whatever_is_waited_for(lane: Lane, peers: Peers) -> None:
@@ -160,9 +162,9 @@ def test_data_may_still_arrive_after_its_sender_gave_up_or_ended(lane: Lane, pee
         waiting(phase=Phase.LEFT, dead=True),
         waiting(phase=Phase.COMPUTING, step=STEP + 1, dead=True),
     ):
-        work, ticket = launch(lane)
+        work, pending = launch(lane)
         peers.looks = iter([{1: gone, 2: waiting()}, work.complete])
-        lane.wait(ticket)
+        lane.wait(pending)
 
 
 @pytest.mark.parametrize(
@@ -178,36 +180,36 @@ def test_data_may_still_arrive_after_its_sender_gave_up_or_ended(lane: Lane, pee
 def test_who_gave_up_is_noticed_long_before_the_timeout(
     lane: Lane, peers: Peers, sight: Sight, culprit: int, kind: type[PeerFault], account: str
 ) -> None:
-    _, ticket = launch(lane)
+    _, pending = launch(lane)
     peers.now = {1: sight, 2: waiting(phase=Phase.BACKWARD)}
-    error = raised(lane, ticket, kind)
+    error = raised(lane, pending, kind)
     assert error.ranks == (culprit,)
     assert account in str(error)
 
 
 def test_late_ranks_are_named_after_the_timeout_and_before_it_in_a_warning(peers: Peers) -> None:
     lane = make(peers, timeout=0.3, warn_after=0.1)
-    _, ticket = launch(lane)
+    _, pending = launch(lane)
     peers.now = {1: waiting(), 2: waiting(phase=Phase.COMPUTING, step=STEP - 1)}
     doing = r"rank 6 \(pid 102\) is alive but still computing in step 6"
     with pytest.warns(UserWarning, match=rf"^\[rank 4/3 step 7\] has waited 0 s for the step header: {doing}$"):
-        error = raised(lane, ticket, SyncTimeout)
+        error = raised(lane, pending, SyncTimeout)
     assert error.ranks == (6,)
     assert re.search(rf"waited 0\.\d s for the step header: {doing}", str(error))
-    assert peers.state == State(0, STEP, Phase.FAILED, -1, (2,))
+    assert peers.state == RankState(0, STEP, Phase.FAILED, -1, (2,))
 
 
 def test_nobody_is_named_if_every_rank_waits(peers: Peers) -> None:
     lane = make(peers, timeout=0.2)
-    _, ticket = launch(lane)
-    error = raised(lane, ticket, SyncTimeout)
+    _, pending = launch(lane)
+    error = raised(lane, pending, SyncTimeout)
     assert error.ranks == ()
     assert "every rank is here, but the data does not arrive" in str(error)
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["while-waiting", "before"])
 def test_a_transport_error_names_who_was_found_gone(lane: Lane, peers: Peers, waits: bool) -> None:
-    work, ticket = launch(lane, bucket=0)
+    work, pending = launch(lane, bucket=0)
     peers.culprits = [1]
     peers.now = {1: waiting(phase=Phase.COMPUTING, dead=True), 2: waiting()}
     if waits:
@@ -216,15 +218,15 @@ def test_a_transport_error_names_who_was_found_gone(lane: Lane, peers: Peers, wa
         peers.looks = iter([lambda: (work.fail(), setattr(peers, "now", gone)), peers.now])
     else:
         work.fail()
-    error = raised(lane, ticket, PeerFault)
+    error = raised(lane, pending, PeerFault)
     assert error.ranks == (5,)
     assert str(error).startswith("[rank 4/3 step 7 bucket 0]")
 
 
 def test_a_transport_error_without_a_culprit_shows_what_the_transport_said(lane: Lane) -> None:
-    work, ticket = launch(lane, bucket=0)
+    work, pending = launch(lane, bucket=0)
     work.fail()
-    error = raised(lane, ticket, SyncTimeout)
+    error = raised(lane, pending, SyncTimeout)
     assert error.ranks == ()
     assert "the transport failed in bucket 0 (weight 0) (Connection closed by peer [127.0.0.1]:1)" in str(error)
 
@@ -266,11 +268,11 @@ def test_cut_wires_end_and_listening_sockets_stay(listener: socket.socket) -> No
 
 def test_what_is_under_way_is_ended_at_exit(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
     lane = make(peers, timeout=30)
-    work, ticket = launch(lane)
-    monkeypatch.setattr(ending, "cut", lambda wires: work.fail())
+    work, pending = launch(lane)
+    monkeypatch.setattr(abandoned, "cut", lambda wires: work.fail())
     lane._end()
-    assert ticket.landed(0)
-    assert not ticket.succeeded
+    assert pending.landed(0)
+    assert not pending.succeeded
 
 
 def test_a_dropped_lane_ends_when_nothing_is_under_way_and_nobody_is_behind(peers: Peers) -> None:
@@ -287,21 +289,21 @@ def test_a_dropped_lane_ends_when_nothing_is_under_way_and_nobody_is_behind(peer
 
 def test_or_when_its_time_is_over(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
     lane = make(peers, timeout=0.0)
-    work, ticket = launch(lane)
-    monkeypatch.setattr(ending, "cut", lambda wires: work.fail())
+    work, pending = launch(lane)
+    monkeypatch.setattr(abandoned, "cut", lambda wires: work.fail())
     del lane
     assert peers.may_end()
-    assert not ticket.landed(0)
+    assert not pending.landed(0)
     wind_up = peers.last_act
     wind_up()
-    assert ticket.landed(0)
-    assert not ticket.succeeded
+    assert pending.landed(0)
+    assert not pending.succeeded
 
 
 def test_one_that_gave_up_ends_at_once(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
     lane = make(peers, timeout=30)
-    work, ticket = launch(lane)
-    monkeypatch.setattr(ending, "cut", lambda wires: work.fail())
+    work, pending = launch(lane)
+    monkeypatch.setattr(abandoned, "cut", lambda wires: work.fail())
     lane.fail()
     del lane
-    assert ticket.landed(0)
+    assert pending.landed(0)

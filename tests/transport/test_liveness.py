@@ -13,14 +13,13 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore
 
-from gradsync.policy import Guard
+from gradsync.plan.guard import Guard
 from gradsync.transport import liveness as module
 from gradsync.transport.groups import Groups, make_groups
-from gradsync.transport.hosts import declare_host
+from gradsync.transport.heartbeat import INITIAL, Page, Phase, RankState, encode
+from gradsync.transport.host_meeting import declare_host
 from gradsync.transport.liveness import Liveness
-from gradsync.transport.mailbox import Mailbox, RemotePeer
-from gradsync.transport.page import INITIAL, Page, Phase, State, encode
-from gradsync.transport.peers import LocalPeer
+from gradsync.transport.peers import LocalPeer, Mailbox, RemotePeer
 
 GUARD = Guard(dead_after=2.0)
 SOLO = Groups(0, 2, (0, 1))  # nobody communicates here
@@ -130,7 +129,7 @@ def test_a_hostile_value_in_the_store_changes_nothing(tmp_path: Path, value: byt
     mailbox.watch(True)
     until(lambda: mailbox.rounds > 0)
     assert mailbox.states == {1: INITIAL}
-    said = State(3, 4, Phase.LOST_PEER, -1, (2,))
+    said = RankState(3, 4, Phase.LOST_PEER, -1, (2,))
     theirs.set("1", encode(said))  # type: ignore[arg-type]
     until(lambda: mailbox.states == {1: said})
     mailbox.close()
@@ -141,7 +140,7 @@ def test_the_last_word_reaches_the_store_before_the_mailbox_closes(tmp_path: Pat
     store = FileStore(str(tmp_path / "store"), 1)
     said = [INITIAL]
     mailbox = Mailbox(PrefixStore("meeting", store), 0, [], lambda: said[0])
-    said[0] = State(1, 2, Phase.LEFT, -1, ())
+    said[0] = RankState(1, 2, Phase.LEFT, -1, ())
     mailbox.close()
     assert PrefixStore("meeting", store).get("0") == encode(said[0])
 

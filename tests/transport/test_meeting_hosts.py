@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradsync as gs
-from gradsync.exchange.standing import standing
-from gradsync.policy import Guard
-from gradsync.transport.hosts import declare_host, host_identity
+from gradsync.exchange.group_cache import group_cache
+from gradsync.plan.guard import Guard
+from gradsync.transport.host_meeting import _hosts, declare_host, host_identity
 from gradsync.transport.lane import open_lane
 from gradsync.transport.liveness import LocalPeer
-from gradsync.transport.meeting import _hosts
 
 # What ranks say and see, as pure data
 
@@ -87,7 +86,7 @@ def declare(names: str) -> tuple[Any, ...]:
     gs.init(host=names[dist.get_rank()])
     try:
         total = gs.all_reduce(torch.tensor(float(dist.get_rank())), op="sum").item()
-        lane = standing(dist.group.WORLD).lane  # type: ignore[arg-type]
+        lane = group_cache(dist.group.WORLD).lane  # type: ignore[arg-type]
         members = lane.team.members if lane.team is not None else None
         watched = sorted(lane.liveness.pidfds())
         return lane.hosts, members, lane.one_host, watched, total

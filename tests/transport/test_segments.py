@@ -18,10 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradsync import cgroups
 from gradsync.errors import NotEnoughMemory
-from gradsync.policy import Guard
-from gradsync.transport import segments
+from gradsync.plan.guard import Guard
+from gradsync.transport import cgroups, segments
 from gradsync.transport.lane import Lane, open_lane
 from gradsync.transport.segments import Segment, allocate, available_nbytes
 

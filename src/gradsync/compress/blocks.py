@@ -22,9 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gradsync.compress.choice import Choice, Param, if_real
-from gradsync.compress.keys import number_of
-from gradsync.kernels.blocks import ALIGN_NBYTES, BODY, HEAD, KEPT, BlockTable, Code
+from gradsync.compress.recipe import Choice, Param, if_real, number_of
+from gradsync.kernels.block_kernels import ALIGN_NBYTES, BODY, HEAD, KEPT, BlockTable, Code
 
 MIN_BLOCK = 32
 _INT32_END = 1 << 31

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from gradsync.compress.arguments import check_compressor, check_whole
-from gradsync.compress.choice import EXACT, Choice, Compressor, Param
+from gradsync.compress.recipe import EXACT, Choice, Compressor, Param, check_compressor, check_whole
 
 
 @dataclass(frozen=True)

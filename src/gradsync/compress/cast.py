@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from gradsync.compress.choice import EXACT, Choice, Param
+from gradsync.compress.recipe import EXACT, Choice, Param
 
 
 class Cast(ABC):

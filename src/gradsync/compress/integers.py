@@ -6,12 +6,10 @@ from abc import ABC
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-from gradsync.compress.arguments import MAX_SEED, check_block, check_whole
 from gradsync.compress.blocks import MIN_BLOCK, BlockCodec, align
-from gradsync.compress.choice import Compressor
-from gradsync.compress.feedback import with_feedback
-from gradsync.compress.keys import key_of
-from gradsync.kernels.blocks import MAX_BLOCK, Code, Method
+from gradsync.compress.recipe import MAX_SEED, Compressor, check_block, check_whole, key_of
+from gradsync.compress.wrappers import with_feedback
+from gradsync.kernels.block_kernels import MAX_BLOCK, Code, Method
 
 Rounding = Literal["nearest", "stochastic"]
 

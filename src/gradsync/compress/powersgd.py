@@ -16,10 +16,18 @@ from typing import ClassVar
 
 import torch
 
-from gradsync.compress.arguments import MAX_SEED, check_whole, is_number
-from gradsync.compress.choice import EXACT, Choice, Compressor, Param, if_real
-from gradsync.compress.feedback import with_feedback
-from gradsync.compress.keys import number_of
+from gradsync.compress.recipe import (
+    EXACT,
+    MAX_SEED,
+    Choice,
+    Compressor,
+    Param,
+    check_whole,
+    if_real,
+    is_number,
+    number_of,
+)
+from gradsync.compress.wrappers import with_feedback
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,21 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import torch
 
-from gradsync.compress.arguments import MAX_SEED, check_density, check_whole
 from gradsync.compress.blocks import Span
-from gradsync.compress.choice import Choice, Compressor, Param, if_real
-from gradsync.compress.feedback import with_feedback
-from gradsync.compress.keys import key_of, number_of
+from gradsync.compress.recipe import (
+    MAX_SEED,
+    Choice,
+    Compressor,
+    Param,
+    check_density,
+    check_whole,
+    if_real,
+    key_of,
+    number_of,
+)
 from gradsync.compress.topk import share
-from gradsync.kernels.block_codes import dither
+from gradsync.compress.wrappers import with_feedback
+from gradsync.kernels.block_torch import dither
 
 
 class Strata(NamedTuple):

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gradsync.compress.arguments import check_block
 from gradsync.compress.blocks import MIN_BLOCK, BlockCodec, align
-from gradsync.compress.choice import Compressor
-from gradsync.compress.feedback import with_feedback
-from gradsync.kernels.blocks import MAX_BLOCK, Code, Method
+from gradsync.compress.recipe import Compressor, check_block
+from gradsync.compress.wrappers import with_feedback
+from gradsync.kernels.block_kernels import MAX_BLOCK, Code, Method
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Sign(BlockCodec):
 def sign(block: int = 256, feedback: bool = True) -> Compressor:
     """Each element's sign, times the mean of |element| over its block. Without feedback it does not converge.
 
-    >>> from gradsync.compress.choice import Param
+    >>> from gradsync.compress.recipe import Param
     >>> weight = Param("weight", (1024, 1024))
     >>> sign().choose(weight).nbytes(weight), weight.nbytes
     (147456, 4194304)

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
 
-from gradsync.compress.arguments import check_block, check_density
 from gradsync.compress.blocks import MIN_BLOCK, BlockCodec, align
-from gradsync.compress.choice import Compressor
-from gradsync.compress.feedback import with_feedback
-from gradsync.kernels.blocks import MAX_BLOCK, Code, Method
+from gradsync.compress.recipe import Compressor, check_block, check_density
+from gradsync.compress.wrappers import with_feedback
+from gradsync.kernels.block_kernels import MAX_BLOCK, Code, Method
 
 _ENTRY_NBYTES = 2  # a place as uint16, a value as bf16
 _HEAD_ALIGN_NBYTES = 4
@@ -50,7 +49,7 @@ def topk(density: float, block: int = 1024, feedback: bool = True) -> Compressor
     An element that is sent takes 4 bytes, and each block's bytes are rounded up: at a density of 0.01, fp32 shrinks
     73 times in blocks of 1024 and 96 times in blocks of 8192.
 
-    >>> from gradsync.compress.choice import Param
+    >>> from gradsync.compress.recipe import Param
     >>> weight = Param("weight", (1024, 1024))
     >>> topk(0.01).choose(weight).nbytes(weight), weight.nbytes
     (57344, 4194304)

@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterable, MutableMapping
 
 import torch
 
-from gradsync.compress.choice import EXACT, Choice, Param
-from gradsync.exchange.memory import Allocate, Form
-from gradsync.exchange.parcel import Item, Parcel
-from gradsync.guard.header import Mark
-from gradsync.packing import default_limit, pack
+from gradsync.agreement.header import Mark
+from gradsync.compress.recipe import EXACT, Choice, Param
+from gradsync.exchange.flat import Allocate, FlatBucket, Form, Item
+from gradsync.plan.packing import default_limit, pack
 from gradsync.trace.timers import Moment
 
 _ALIGN_NBYTES = 64
@@ -89,8 +88,24 @@ class Bucket:
     """A flat tensor and the parameters whose gradients fill it."""
 
     __slots__ = (
-        "_offsets", "_small_params", "_small_views", "choice", "entries", "flat", "form", "held", "index", "large",
-        "mark", "missing", "on_gpu", "parcel", "ready_at", "small", "small_flat", "streams",
+        "_offsets",
+        "_small_params",
+        "_small_views",
+        "choice",
+        "entries",
+        "flat",
+        "flat_bucket",
+        "form",
+        "held",
+        "index",
+        "large",
+        "mark",
+        "missing",
+        "on_gpu",
+        "ready_at",
+        "small",
+        "small_flat",
+        "streams",
     )  # fmt: skip
 
     def __init__(self, index: int, entries: list[Entry], held: bool, choice: Choice) -> None:
@@ -119,7 +134,7 @@ class Bucket:
         self.flat = flat
         large = {entry.index for entry in self.large}
         items = [entry.item(offset) for entry, offset in zip(self.entries, self._offsets, strict=True)]
-        self.parcel = Parcel(self.index, flat, items, self.choice)
+        self.flat_bucket = FlatBucket(self.index, flat, items, self.choice)
         for entry, item in zip(self.entries, items, strict=True):
             entry.view = item.of(flat)
             entry.ptr = entry.view.data_ptr()

@@ -24,7 +24,7 @@ import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from gradsync.engine.steps import Steps
+from gradsync.engine.step import Steps
 
 
 class ScaledSteps:
@@ -43,24 +43,24 @@ class ScaledSteps:
     def has(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer's steps are looked after."""
         steps = self._reference()
-        return steps is not None and steps.listens and steps.turns.knows(optimizer)
+        return steps is not None and steps.listens and steps.step_counts.knows(optimizer)
 
     def before(self, optimizer: Optimizer) -> None:
         """It looks for gradients: a synchronization that this rank's backward missed comes first."""
         self._steps.aborted.put_right_before(optimizer)
-        if self._steps.turns.missed(optimizer):
+        if self._steps.step_counts.missed(optimizer):
             self._steps.take_part(optimizer)
-            self._steps.turns.is_next(optimizer)
+            self._steps.step_counts.is_next(optimizer)
 
     def after(self, optimizer: Optimizer) -> None:
         """Its step has ended, perhaps without `optimizer.step()`: it found an infinity."""
-        self._steps.turns.stepped(optimizer)
+        self._steps.step_counts.stepped(optimizer)
 
     def overflowed(self) -> bool:
         """Whether all ranks have dropped a step for a NaN or Inf since this was asked last."""
         steps, before = self._reference(), self._num_skipped
         if steps is not None:
-            self._num_skipped = steps.reducer.findings.skipped_steps
+            self._num_skipped = steps.synchronization.health_log.skipped_steps
         return self._num_skipped > before
 
     def keeps_gradients(self) -> bool:

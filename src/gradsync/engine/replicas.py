@@ -14,11 +14,11 @@ import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from gradsync.agreement.documents import Document, agree, majority
 from gradsync.engine.bucket import Entry
 from gradsync.errors import GradSyncError
-from gradsync.guard.agreement import Document, agree, majority
 from gradsync.transport.lane import Lane
-from gradsync.transport.tickets import Ticket
+from gradsync.transport.pending import Pending
 
 _CHUNK_NBYTES = 16 << 20
 
@@ -39,16 +39,16 @@ def broadcast_tensors(lane: Lane, tensors: Iterable[torch.Tensor], source: int, 
         chunks[kind][-1].append(tensor)
         filled[kind] += nbytes
     for batch in (batch for batches in chunks.values() for batch in batches):
-        flat, ticket = _launch_broadcast(lane, batch, source, what)
-        lane.wait(ticket)
+        flat, pending = _launch_broadcast(lane, batch, source, what)
+        lane.wait(pending)
         _unpack(flat, batch)
 
 
 def _broadcast_large(lane: Lane, tensor: torch.Tensor, source: int, what: str) -> None:
     """In pieces, in place where its elements lie in order; which ranks that is true of, nobody needs to know."""
     flat = _bytes_of(tensor)
-    for ticket in [_launch(lane, piece, source, what) for piece in flat.split(_CHUNK_NBYTES)]:
-        lane.wait(ticket)
+    for pending in [_launch(lane, piece, source, what) for piece in flat.split(_CHUNK_NBYTES)]:
+        lane.wait(pending)
     if flat.data_ptr() != tensor.data_ptr():
         _unpack(flat, [tensor])
 
@@ -79,7 +79,7 @@ class Buffers:
         self.kept = kept
         self._sites = sites if kept else []
         self._forms = [_form(site.tensor) for site in self._sites]
-        self._under_way: list[tuple[torch.Tensor, Ticket, list[torch.Tensor]]] = []
+        self._under_way: list[tuple[torch.Tensor, Pending, list[torch.Tensor]]] = []
 
     def tensors(self) -> list[torch.Tensor]:
         """The buffers as they are now; of the form that the ranks agreed on, or an error."""
@@ -97,12 +97,12 @@ class Buffers:
         for tensor in self.tensors():
             by_device.setdefault(tensor.device.type, []).append(tensor)
         for tensors in by_device.values():
-            flat, ticket = _launch_broadcast(lane, tensors, source, "the model's buffers")
-            self._under_way.append((flat, ticket, tensors))
+            flat, pending = _launch_broadcast(lane, tensors, source, "the model's buffers")
+            self._under_way.append((flat, pending, tensors))
 
     def finish(self, lane: Lane) -> None:
-        for flat, ticket, tensors in self._under_way:
-            lane.wait(ticket)
+        for flat, pending, tensors in self._under_way:
+            lane.wait(pending)
             _unpack(flat, tensors)
         self._under_way = []
 
@@ -147,12 +147,12 @@ def broadcast_scaler(lane: Lane, scaler: GradScaler | None, source: int) -> None
         scaler.load_state_dict(theirs)
 
 
-def _launch_broadcast(lane: Lane, tensors: list[torch.Tensor], source: int, what: str) -> tuple[torch.Tensor, Ticket]:
+def _launch_broadcast(lane: Lane, tensors: list[torch.Tensor], source: int, what: str) -> tuple[torch.Tensor, Pending]:
     flat = torch.cat([_bytes_of(tensor) for tensor in tensors])
     return flat, _launch(lane, flat, source, what)
 
 
-def _launch(lane: Lane, flat: torch.Tensor, source: int, what: str) -> Ticket:
+def _launch(lane: Lane, flat: torch.Tensor, source: int, what: str) -> Pending:
     data = lane.groups.data.get(flat.device.type)
     # Gloo: not on the channel for data, where a thread of the exchange may be launching at the same time.
     channel = lane.groups.control if data is None or data.on_host else data

@@ -70,16 +70,16 @@ def side_by_side(waits: list[tuple[Wait, Then]]) -> None:
         wait()
         then()
         return
-    here = _Here()
-    turns = [_Turn(partial(here.run, wait)) for wait, _ in waits[:-1]]
-    turns.append(_Turn(waits[-1][0], starts=False))
-    turns[-1].run()
-    for turn in turns:
+    here = _ThreadState()
+    step_counts = [_Turn(partial(here.run, wait)) for wait, _ in waits[:-1]]
+    step_counts.append(_Turn(waits[-1][0], starts=False))
+    step_counts[-1].run()
+    for turn in step_counts:
         turn.join()
-    for turn, (_, then) in zip(turns, waits, strict=True):
+    for turn, (_, then) in zip(step_counts, waits, strict=True):
         if turn.error is None:
             then()
-    for turn in turns:
+    for turn in step_counts:
         if turn.error is not None:
             raise turn.error
 
@@ -106,7 +106,7 @@ class _Turn:
             self._thread.join()
 
 
-class _Here:
+class _ThreadState:
     """What a thread has of its own in torch, to be the same on another: whether gradients are made, and streams."""
 
     def __init__(self) -> None:

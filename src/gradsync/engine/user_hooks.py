@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
+from gradsync.agreement.header import Mark
 from gradsync.engine.bucket import Entry
-from gradsync.guard.header import Mark
 from gradsync.pace.contract import Pace
 
 Hook = Callable[[torch.Tensor], Any]

@@ -4,19 +4,72 @@
     lane's thread          ├ sum 0 ─┤      ├ sum 1 ─┤ …
 
 Gloo's own way would stage the whole tensor and send it through loopback.
+
+Between the memory in which payloads are made and the memory in which they travel.
+
+The same where the wire can read it: host memory on gloo, GPU memory on NCCL. Payloads of a GPU on gloo are copied to
+pinned memory and back, by the stream of the pipeline, whose thread waits for them: no other does.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import Protocol
 
 import torch
 
 from gradsync.errors import NotEnoughMemory
-from gradsync.exchange.rounds import stamp
-from gradsync.exchange.staging import pin
+from gradsync.exchange.schedule_runner import stamp
 from gradsync.transport.lane import Lane
-from gradsync.transport.tickets import Ticket
+from gradsync.transport.pending import Pending
+
+HOST = torch.device("cpu")
+
+
+class Staged:
+    """A tensor where the device works on it (`near`), and where it travels (`wire`)."""
+
+    def __init__(self, near: torch.Tensor, wire: torch.Tensor) -> None:
+        self.near, self.wire = near, wire
+        self._apart = near.device != wire.device
+        if self._apart:
+            pin(wire, self)
+
+    @classmethod
+    def beside(cls, wire: torch.Tensor, device: torch.device) -> Staged:
+        """For payloads made on `device`, which travel in `wire`."""
+        return cls(wire if wire.device == device else torch.empty_like(wire, device=device), wire)
+
+    def down(self, part: int | slice = slice(None)) -> None:
+        """What was made goes to the wire's memory; it is there on return."""
+        if self._apart:
+            self.wire[part].copy_(self.near[part], non_blocking=True)
+            torch.cuda.current_stream(self.near.device).synchronize()
+
+    def up(self) -> None:
+        """What arrived goes back, in the order of the stream."""
+        if self._apart:
+            self.near.copy_(self.wire, non_blocking=True)
+
+
+def wire_device(device: torch.device, on_host: bool) -> torch.device:
+    """Where tensors of `device` travel, if its channel works on the host or not."""
+    return HOST if on_host else device
+
+
+def pin(memory: torch.Tensor, owner: object) -> None:
+    """Register host memory with the driver, while its owner lives.
+
+    Best effort: copies from memory that is not registered work too, only slower.
+    """
+    torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel() * memory.element_size(), 0)
+    weakref.finalize(owner, _unpin, memory)
+
+
+def _unpin(memory: torch.Tensor) -> None:
+    """Before it is unmapped: the finalizer held it until now."""
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
 
 _SLOT_NBYTES = 4 << 20
 _NUM_SLOTS = 3
@@ -47,16 +100,16 @@ class PinnedRoute:
         self._slots = _pinned_slots(lane)
         self._stream = torch.cuda.Stream(device)
 
-    def launch(self, flat: torch.Tensor, bucket: int) -> Ticket:
+    def launch(self, flat: torch.Tensor, bucket: int) -> Pending:
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(flat.device))
         done = torch.cuda.Event()
         mark = stamp(self._lane.today, bucket)
-        ticket = self._lane.send(
+        pending = self._lane.send(
             lambda: self._run(flat, mark, ready, done), f"bucket {bucket}", flat.numel() * flat.element_size(), bucket
         )
-        ticket.after = lambda: torch.cuda.current_stream(flat.device).wait_event(done)
-        return ticket
+        pending.after = lambda: torch.cuda.current_stream(flat.device).wait_event(done)
+        return pending
 
     def _run(self, flat: torch.Tensor, mark: int, ready: torch.cuda.Event, done: torch.cuda.Event) -> None:
         pieces = flat.split(_SLOT_NBYTES // flat.element_size())

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from gradsync.engine.synchronizer import GradSync
+from gradsync.engine.handle import GradSync
 from gradsync.integrations import rank_files
-from gradsync.integrations.instead_of_ddp import Accelerator, NoSync, attach_prepared, check, refuse_wrapped
-from gradsync.plan import Plan
-from gradsync.planner.automatic import Auto
-from gradsync.policy import Guard
+from gradsync.integrations.without_ddp import Accelerator, NoSync, attach_prepared, check, refuse_wrapped
+from gradsync.plan.auto import Auto
+from gradsync.plan.guard import Guard
+from gradsync.plan.plan import Plan
 
 
 def prepare(

@@ -28,12 +28,10 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsync.compress import recipes
-from gradsync.engine.bucket import Entry
-from gradsync.engine.checkpoint import (
+from gradsync.checkpoint.format import (
     Arrangement,
     Part,
-    Saved,
+    SavedRunState,
     Shared,
     State,
     add_up,
@@ -42,19 +40,20 @@ from gradsync.engine.checkpoint import (
     flatten_part,
     flatten_shared,
 )
-from gradsync.engine.handover import changes, gather, receive
+from gradsync.checkpoint.redistribute import changes, gather, receive
+from gradsync.compress import toml
+from gradsync.engine.assemble import Opened
+from gradsync.engine.bucket import Entry
 from gradsync.engine.hooks import in_backward, queue_callback
-from gradsync.engine.opening import Opened
 from gradsync.errors import Disagreement, GradSyncError, PeerFault
-from gradsync.exchange.keeping import Kept
-from gradsync.integrations.accord import compare
-from gradsync.integrations.load import Load
-from gradsync.integrations.loads import Loads
-from gradsync.plan import Plan
+from gradsync.exchange.residuals import Kept
+from gradsync.integrations.ddp_buckets import Load, Loads
+from gradsync.integrations.hook_agreement import compare
+from gradsync.plan.plan import Plan
 from gradsync.trace import Recorder
-from gradsync.transport.page import Phase
-from gradsync.transport.team import Cards
-from gradsync.transport.tickets import Ticket
+from gradsync.transport.heartbeat import Phase
+from gradsync.transport.pending import Pending
+from gradsync.transport.shared_memory import Cards
 
 _CLOSED = "this DDP hook was closed; wrap the model again and register a new one"
 _WINDOW = (
@@ -63,12 +62,12 @@ _WINDOW = (
 )
 
 
-class Trip(NamedTuple):
+class BucketInFlight(NamedTuple):
     """A bucket under way."""
 
     load: Load
     buffer: torch.Tensor
-    tickets: list[Ticket]
+    in_flight: list[Pending]
     future: Future[torch.Tensor]
 
 
@@ -79,15 +78,15 @@ class DDPState:
         self, plan: Plan, entries: list[Entry], opened: Opened, ddp: weakref.ref[DistributedDataParallel]
     ) -> None:
         self.plan = plan
-        self._lane, _, self._shipping = opened
+        self._lane, _, self._sender = opened
         self._ddp = ddp  # weakly: DDP holds us
         self._shapes = {entry.name: tuple(entry.param.shape) for entry in entries}
         self._loads = Loads(entries, opened)
-        self._trips: list[Trip] = []  # of the step under way
+        self._trips: list[BucketInFlight] = []  # of the step under way
         self._recorder = Recorder()
         self._scale = 1.0 / self._lane.groups.size
         self._over: str | None = None  # why nothing more is sent
-        recipe = {"combine": plan.combine, "compress": recipes.canonical(plan.compress)}
+        recipe = {"combine": plan.combine, "compress": toml.canonical(plan.compress)}
         self._recipe = fitting(json.dumps(recipe))
 
     # A step, bucket by bucket
@@ -100,17 +99,17 @@ class DDPState:
             self._lane.at(Phase.BACKWARD, bucket.index())
             load = self._loads.find(bucket) or self._make(bucket)
             load.put_in(buffer, self._scale)
-            tickets = [self._shipping.launch(parcel) for parcel in load.parcels]
+            in_flight = [self._sender.launch(flat_bucket) for flat_bucket in load.flat_buckets]
             future: Future[torch.Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
-            self._trips.append(Trip(load, buffer, tickets, future))
+            self._trips.append(BucketInFlight(load, buffer, in_flight, future))
             if bucket.is_last():
-                self._shipping.flush()
+                self._sender.flush()
                 self._see_to_the_end()
         return future
 
     def _make(self, bucket: GradBucket) -> Load:
         """A new bucket: what is under way comes to its end first."""
-        self._shipping.flush()
+        self._sender.flush()
         self._wait()
         return self._loads.make(bucket)
 
@@ -137,8 +136,8 @@ class DDPState:
     def _wait(self) -> None:
         try:
             for trip in self._trips:
-                for ticket in trip.tickets:
-                    self._lane.wait(ticket)
+                for pending in trip.in_flight:
+                    self._lane.wait(pending)
         except Cards as error:
             raise Disagreement(
                 f"{self._lane.place()} the ranks of this host came to different sums: {'; '.join(error.cards)}; "
@@ -146,22 +145,22 @@ class DDPState:
             ) from None
 
     def _close_record(self) -> None:
-        tickets = [ticket for trip in self._trips for ticket in trip.tickets]
-        spans = [(ticket.launched_at, ticket.finished_at) for ticket in tickets if ticket.finished_at]
-        nbytes = sum(ticket.nbytes for ticket in tickets)
-        self._recorder.finish_step(self._lane.step, spans, nbytes, len(tickets), None)
+        in_flight = [pending for trip in self._trips for pending in trip.in_flight]
+        spans = [(pending.launched_at, pending.finished_at) for pending in in_flight if pending.finished_at]
+        nbytes = sum(pending.nbytes for pending in in_flight)
+        self._recorder.finish_step(self._lane.step, spans, nbytes, len(in_flight), None)
 
     # What it cost, and what is kept
 
     def stats(self) -> dict[str, float | int | str | None]:
         """What the last steps cost: medians, as a flat dict; docs/stats.md explains each key."""
         stats = self._recorder.stats()
-        stats["sent_nbytes"], stats["algorithm"] = self._shipping.wire() if stats["nbytes"] else (0, None)
-        return stats | self._shipping.tally.stats()
+        stats["sent_nbytes"], stats["algorithm"] = self._sender.wire() if stats["nbytes"] else (0, None)
+        return stats | self._sender.tally.stats()
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """What compression has not sent yet, by parameter: this rank's share of the mean. Copies."""
-        return {name: residual.clone() for name, residual in self._shipping.kept().residuals.items()}
+        return {name: residual.clone() for name, residual in self._sender.kept().residuals.items()}
 
     def state_dict(self, *, all_ranks: bool = False) -> State:
         """What a resumed run needs beside model and optimizer: a flat dict of tensors, local, without communication.
@@ -177,23 +176,23 @@ class DDPState:
                 return gather(self._lane, flatten_shared(saved), flatten_part(rank, part, saved.shared.step))
         return flatten(self._saved())
 
-    def _saved(self) -> Saved:
-        kept, size = self._shipping.kept(), self._lane.groups.size
+    def _saved(self) -> SavedRunState:
+        kept, size = self._sender.kept(), self._lane.groups.size
         # DDP learns its own order anew in every run.
         arrangement = Arrangement(list(reversed(self._shapes)), [], learned=False)
         shared = Shared(self._lane.step, size, 1.0, 0, self._recipe, arrangement)
-        return Saved(shared, kept.factors, {self._lane.groups.rank: Part(kept.residuals, {}, 0)})
+        return SavedRunState(shared, kept.factors, {self._lane.groups.rank: Part(kept.residuals, {}, 0)})
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Continue from `state_dict()`; every rank calls it, between two steps, with what it has: its own, or all."""
         self._refuse_if_over()
         with self._failing():
             compare(self._lane, "load_state_dict()")
-        keeps = len(self._shipping.kept().residuals)
+        keeps = len(self._sender.kept().residuals)
         taken, hand = receive(self._lane, state, self._shapes, keeps, self._failing)
         with self._failing():
             self._loads.forget()
-            self._shipping.replace(Kept(add_up(taken.parts.values()), taken.factors))
+            self._sender.replace(Kept(add_up(taken.parts.values()), taken.factors))
             self._lane.step = taken.shared.step
         if self._lane.groups.rank == 0:  # all ranks see the same
             for change in changes(taken, hand, self._recipe):

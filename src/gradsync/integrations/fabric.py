@@ -24,11 +24,11 @@ try:
 except ImportError as error:
     raise ImportError("gradsync.integrations.fabric needs Lightning: pip install 'gradsync[lightning]'") from error
 
-from gradsync.engine.attachment import attach, check_terms
-from gradsync.engine.synchronizer import GradSync
-from gradsync.plan import Plan
-from gradsync.planner.automatic import Auto
-from gradsync.policy import Guard
+from gradsync.engine.attach import attach, check_terms
+from gradsync.engine.handle import GradSync
+from gradsync.plan.auto import Auto
+from gradsync.plan.guard import Guard
+from gradsync.plan.plan import Plan
 
 __all__ = ["GradSyncStrategy"]
 

@@ -33,15 +33,15 @@ try:
 except ImportError as error:
     raise ImportError("gradsync.integrations.lightning needs Lightning: pip install 'gradsync[lightning]'") from error
 
-from gradsync.engine.attachment import attach, check_terms
-from gradsync.engine.inventory import check_ignore
+from gradsync.engine.attach import attach, check_terms
+from gradsync.engine.parameters import check_ignore
 from gradsync.integrations.batch_norm import convert, revert
 from gradsync.integrations.lightning_refusals import accumulating, refuse
 from gradsync.integrations.lightning_state import Carrier
-from gradsync.paces import EveryStep
-from gradsync.plan import Plan
-from gradsync.planner.automatic import Auto
-from gradsync.policy import Guard
+from gradsync.plan.auto import Auto
+from gradsync.plan.guard import Guard
+from gradsync.plan.paces import EveryStep
+from gradsync.plan.plan import Plan
 
 __all__ = ["GradSyncStrategy"]
 

@@ -28,11 +28,11 @@ except ImportError as error:
         "gradsync.integrations.lightning_ddp needs Lightning: pip install 'gradsync[lightning]'"
     ) from error
 
-from gradsync.integrations.ddp import ddp_hook
+from gradsync.integrations.ddp_hook import ddp_hook
 from gradsync.integrations.ddp_state import DDPState
 from gradsync.integrations.lightning_state import KEY
-from gradsync.plan import Plan
-from gradsync.policy import Guard
+from gradsync.plan.guard import Guard
+from gradsync.plan.plan import Plan
 
 __all__ = ["DDPHook", "average_bucket"]
 

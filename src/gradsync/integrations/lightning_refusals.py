@@ -5,10 +5,10 @@ from __future__ import annotations
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from gradsync.paces import Accumulate, Delayed
-from gradsync.plan import Plan
-from gradsync.planner.automatic import Auto
-from gradsync.policy import Guard
+from gradsync.plan.auto import Auto
+from gradsync.plan.guard import Guard
+from gradsync.plan.paces import Accumulate, Delayed
+from gradsync.plan.plan import Plan
 
 
 def refuse(plan: Plan | Auto | None, guard: Guard | None, accumulating: str | None, scaled: bool) -> None:

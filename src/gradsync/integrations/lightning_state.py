@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
-from gradsync.engine.synchronizer import GradSync
+from gradsync.engine.handle import GradSync
 
 KEY = "gradsync"  # in Lightning's checkpoint
 

@@ -32,16 +32,16 @@ from torch.utils.hooks import RemovableHandle
 
 from gradsync.engine.bucket import Entry
 from gradsync.engine.hooks import Hooks, queue_callback, take_off, weakly
-from gradsync.engine.tracing import Tracing
+from gradsync.engine.trace_step import Tracing
 from gradsync.errors import Disagreement, place
-from gradsync.integrations.checks import Checks, say
-from gradsync.integrations.departures import Departures
-from gradsync.integrations.replaced import account, renew
-from gradsync.policy import Guard
+from gradsync.integrations.bucket_departures import Departures
+from gradsync.integrations.observe_checks import Checks, say
+from gradsync.integrations.replaced_parameters import account, renew
+from gradsync.plan.guard import Guard
 from gradsync.trace import Recorder
-from gradsync.trace.lines import Health, Layout
+from gradsync.trace.lines import BucketLayout, Health
 from gradsync.trace.timers import Moment
-from gradsync.trace.tracer import Trip
+from gradsync.trace.tracer import BucketTrip
 from gradsync.transport.lane import Lane
 
 T = TypeVar("T")
@@ -98,7 +98,7 @@ class Observer:
         weakref.finalize(ddp, take_off, self._hooks.handles, self._optimizer_hooks).atexit = False
 
     def _begin_step(self) -> None:
-        self._trips: list[Trip] = []
+        self._trips: list[BucketTrip] = []
         self._first_left: float | None = None  # by the host's clock
         self._computed_at: Moment | None = None
         self._departures.begin()
@@ -108,7 +108,7 @@ class Observer:
         self._tracing = tracing
         self._recorder.told = tracing.tracer.waited
         if self._checks is not None:
-            self._checks.findings.noted = tracing.tracer.health
+            self._checks.health_log.noted = tracing.tracer.health
 
     # What a user asks
 
@@ -118,7 +118,7 @@ class Observer:
 
     def stats(self) -> dict[str, float | int | str | None]:
         """What the last steps cost: medians, as a flat dict; docs/stats.md explains each key."""
-        found = {"skipped_steps": 0, "drift_findings": 0} if self._checks is None else self._checks.findings.stats()
+        found = {"skipped_steps": 0, "drift_findings": 0} if self._checks is None else self._checks.health_log.stats()
         return self._recorder.stats() | found
 
     def close(self) -> None:
@@ -197,7 +197,7 @@ class Observer:
     def _averaged(self) -> None:
         self._finish_record()
         if self._tracing is not None:
-            self._tracing.write_layout(Layout(self._step, self._departures.layout))
+            self._tracing.write_layout(BucketLayout(self._step, self._departures.layout))
             self._tracing.over(self._step, self._trips)
         if self._late:
             self._announce()
@@ -257,7 +257,7 @@ class Observer:
     def _left(self, bucket: int) -> None:
         if self._first_left is None:
             self._first_left = time.perf_counter()
-        trip = Trip(bucket, self._departures.layout[bucket].nbytes)
+        trip = BucketTrip(bucket, self._departures.layout[bucket].nbytes)
         self._trips.append(trip)
         if self._tracing is not None:
             trip.ready = trip.launched = self._tracing.tracer.detail()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from gradsync import files
-from gradsync.engine.synchronizer import GradSync
+from gradsync.engine.handle import GradSync
 from gradsync.errors import GradSyncError
 
 

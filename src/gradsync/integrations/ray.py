@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gradsync import files
-from gradsync.engine.synchronizer import GradSync
+from gradsync.engine.handle import GradSync
 from gradsync.integrations import rank_files
 
 try:

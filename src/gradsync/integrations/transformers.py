@@ -20,13 +20,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from gradsync.engine.synchronizer import GradSync
+from gradsync.engine.handle import GradSync
 from gradsync.integrations import rank_files
-from gradsync.integrations.instead_of_ddp import attach_prepared, check, refuse_wrapped
-from gradsync.paces import Accumulate, EveryStep
-from gradsync.plan import Plan
-from gradsync.planner.automatic import Auto
-from gradsync.policy import Guard
+from gradsync.integrations.without_ddp import attach_prepared, check, refuse_wrapped
+from gradsync.plan.auto import Auto
+from gradsync.plan.guard import Guard
+from gradsync.plan.paces import Accumulate, EveryStep
+from gradsync.plan.plan import Plan
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments

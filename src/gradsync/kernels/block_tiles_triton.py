@@ -16,10 +16,10 @@ from __future__ import annotations
 import triton  # type: ignore[import-not-found,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 
-from gradsync.kernels import blocks
+from gradsync.kernels import block_kernels
 
-INT8, INT4, SIGN = (tl.constexpr(int(blocks.Method[name])) for name in ("INT8", "INT4", "SIGN"))
-FEEDBACK, ABSORB = (tl.constexpr(int(blocks.Mode[name])) for name in ("FEEDBACK", "ABSORB"))
+INT8, INT4, SIGN = (tl.constexpr(int(block_kernels.Method[name])) for name in ("INT8", "INT4", "SIGN"))
+FEEDBACK, ABSORB = (tl.constexpr(int(block_kernels.Mode[name])) for name in ("FEEDBACK", "ABSORB"))
 START, LENGTH, HEAD, BODY, FIRST, PARAM, KEPT = (tl.constexpr(column) for column in range(7))
 NUM_COLUMNS = tl.constexpr(7)
 

@@ -29,7 +29,7 @@ DTYPES = (
 CODES = {dtype: code for code, dtype in enumerate(DTYPES)} | {torch.uint8: DTYPES.index(torch.int8)}
 
 
-class Kind(IntEnum):
+class OpKind(IntEnum):
     """What an operation does; see native/team.c."""
 
     SMALL = 0
@@ -41,7 +41,7 @@ class Kind(IntEnum):
     SHARE = 6
 
 
-class Result(IntEnum):
+class Progress(IntEnum):
     """How far it came."""
 
     DONE = 0

@@ -65,7 +65,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class _Names:
+class _LauncherNames:
     """The variables by which an MPI names its tasks."""
 
     launcher: str
@@ -76,7 +76,7 @@ class _Names:
     export: str
 
 
-_OPEN_MPI = _Names(
+_OPEN_MPI = _LauncherNames(
     launcher="Open MPI",
     rank="OMPI_COMM_WORLD_RANK",
     size="OMPI_COMM_WORLD_SIZE",
@@ -84,7 +84,7 @@ _OPEN_MPI = _Names(
     local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
     export="mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500",
 )
-_PMI = _Names(
+_PMI = _LauncherNames(
     launcher="PMI",
     rank="PMI_RANK",
     size="PMI_SIZE",
@@ -150,7 +150,7 @@ def _torchrun(env: Mapping[str, str]) -> Task | None:
     )
 
 
-def _mpi(names: _Names, env: Mapping[str, str], parent: int) -> Task | None:
+def _mpi(names: _LauncherNames, env: Mapping[str, str], parent: int) -> Task | None:
     """MPI says who, but not where: on one host that is loopback, across hosts the user must say it.
 
     The port comes from the job's name, which every rank of Open MPI has. Where there is none, ranks of

@@ -16,12 +16,12 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from gradsync.errors import LaunchError, PeerFault, PeerLost, listed, place
 from gradsync.launch.environment import Task
 from gradsync.launch.rendezvous import Rendezvous
-from gradsync.policy import Guard
+from gradsync.plan.guard import Guard
 from gradsync.transport.connecting import Attempt
 from gradsync.transport.groups import Groups
+from gradsync.transport.host_processes import remember
 from gradsync.transport.lane import Lane
 from gradsync.transport.liveness import Liveness
-from gradsync.transport.processes import remember
 
 
 def form_group(backend: str, rendezvous: Rendezvous, task: Task, limit: timedelta) -> None:

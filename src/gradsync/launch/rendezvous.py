@@ -35,10 +35,10 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from gradsync.errors import LaunchError, listed, place
 from gradsync.launch.environment import Task
 from gradsync.launch.interface import is_loopback
-from gradsync.transport.clock import Awake
-from gradsync.transport.hosts import kernel_identity
-from gradsync.transport.processes import is_gone
-from gradsync.transport.wires import connections, cut
+from gradsync.transport.awake_clock import Awake
+from gradsync.transport.host_meeting import kernel_identity
+from gradsync.transport.host_processes import is_gone
+from gradsync.transport.sockets import connections, cut
 
 T = TypeVar("T")
 Record = dict[str, Any]

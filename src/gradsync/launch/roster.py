@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gradsync.launch.backend import backends_by_device, shared_gpu
+from gradsync.launch.choose_backend import backends_by_device, shared_gpu
 from gradsync.launch.interface import Endpoint
 
 
 @dataclass(frozen=True)
-class Peer:
+class RankCard:
     """Who a rank is: what it knows before it knows the others."""
 
     hostname: str
@@ -51,7 +51,7 @@ class Seat:
         return asdict(self)
 
 
-def refusal(peers: Sequence[Peer], seats: Sequence[Seat]) -> str | None:
+def refusal(peers: Sequence[RankCard], seats: Sequence[Seat]) -> str | None:
     """The sentence for which no group is made, or None."""
     for rank, seat in enumerate(seats):
         if seat.problem is not None:
@@ -59,7 +59,7 @@ def refusal(peers: Sequence[Peer], seats: Sequence[Seat]) -> str | None:
     return _refuse_backends(peers, seats) or _refuse_loopback(peers, seats)
 
 
-def _refuse_backends(peers: Sequence[Peer], seats: Sequence[Seat]) -> str | None:
+def _refuse_backends(peers: Sequence[RankCard], seats: Sequence[Seat]) -> str | None:
     asked = peers[0].backend
     for rank, peer in enumerate(peers):
         if peer.backend != asked:
@@ -80,7 +80,7 @@ def _refuse_backends(peers: Sequence[Peer], seats: Sequence[Seat]) -> str | None
     return None
 
 
-def _refuse_loopback(peers: Sequence[Peer], seats: Sequence[Seat]) -> str | None:
+def _refuse_loopback(peers: Sequence[RankCard], seats: Sequence[Seat]) -> str | None:
     if len({peer.network for peer in peers}) == 1:
         return None
     for rank, seat in enumerate(seats):
@@ -95,7 +95,7 @@ def _refuse_loopback(peers: Sequence[Peer], seats: Sequence[Seat]) -> str | None
     return None
 
 
-def announcement(rank: int, peers: Sequence[Peer], seats: Sequence[Seat], backend: str) -> str | None:
+def announcement(rank: int, peers: Sequence[RankCard], seats: Sequence[Seat], backend: str) -> str | None:
     """The line that the first rank of each host prints; None on the others."""
     here = (peers[rank].network, peers[rank].host)
     ranks = [r for r, peer in enumerate(peers) if (peer.network, peer.host) == here]

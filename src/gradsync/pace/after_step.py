@@ -6,10 +6,9 @@ from abc import abstractmethod
 
 from torch.optim import Optimizer
 
-from gradsync.guard.header import Flag
-from gradsync.pace.contract import Pace, Site
-from gradsync.pace.schedule import Due
-from gradsync.pace.trained import Trained
+from gradsync.agreement.header import Flag
+from gradsync.pace.contract import Due, Pace, Site
+from gradsync.pace.trained_parameters import Trained
 
 
 class AfterStep(Pace):

@@ -8,6 +8,8 @@ Note [The clock]
     Counts backwards, not calls of `optimizer.step()`: a GradScaler that finds an infinity calls none, on this rank
     only, and ranks would lose count. So what is due after a step happens after it if there is one, and otherwise
     before the next forward.
+
+When something is due that belongs after a step: see [The clock] in `contract`.
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.optim import Optimizer
 
-from gradsync.exchange.exact import Exact
-from gradsync.exchange.shipping import Shipping
-from gradsync.guard.calls import Call
-from gradsync.guard.findings import Findings
-from gradsync.guard.header import Flag, Headers
-from gradsync.policy import Guard
+from gradsync.agreement.calls import Call
+from gradsync.agreement.header import Flag, Headers
+from gradsync.agreement.outcome import HealthLog
+from gradsync.errors import GradSyncError
+from gradsync.exchange.choose_route import Exact
+from gradsync.exchange.sender import Sender
+from gradsync.plan.guard import Guard
 from gradsync.trace import Recorder
 from gradsync.transport.lane import Lane
 
@@ -41,7 +44,7 @@ class Travellers(Protocol):
     def finish(self, lane: Lane) -> None: ...
 
 
-class Watch(Protocol):
+class DriftCheck(Protocol):
     """Over the replicas, for paces that keep them equal: what a header says of this one, and what is heard."""
 
     def announce(self) -> tuple[bytes, float]: ...
@@ -54,20 +57,20 @@ class Site(NamedTuple):
 
     lane: Lane
     exact: Exact
-    shipping: Shipping
+    sender: Sender
     parameters: Sequence[tuple[str, torch.nn.Parameter]]
     optimizers: Sequence[Optimizer]
     buffers: Travellers
     guard: Guard
     bucket_bytes: int | None
     num_marks: int  # parameters that the header counts
-    indices: count[int]  # for parcels
+    indices: count[int]  # for flat buckets
     recorder: Recorder
-    findings: Findings
-    watch: Watch
+    health_log: HealthLog
+    watch: DriftCheck
 
 
-class Saved(NamedTuple):
+class SavedPace(NamedTuple):
     """What a pace stores: equal on all ranks, and this rank's own."""
 
     shared: State
@@ -172,11 +175,11 @@ class Pace(ABC):
     def settle(self) -> None:  # noqa: B027
         """Wait for what is under way, and keep it; start nothing."""
 
-    def state(self) -> Saved:
+    def state(self) -> SavedPace:
         """Copies of what it stores. May wait for what is under way, starts nothing."""
-        return Saved({}, {})
+        return SavedPace({}, {})
 
-    def load(self, saved: Saved) -> None:  # noqa: B027
+    def load(self, saved: SavedPace) -> None:  # noqa: B027
         """Continue from it; every rank calls this at once."""
 
     def reset(self) -> None:  # noqa: B027
@@ -184,3 +187,42 @@ class Pace(ABC):
 
     def close(self, together: bool) -> None:  # noqa: B027
         """Leave; nothing may stay hidden. `together` if all ranks came to this."""
+
+
+class Due:
+    """Something is to be done once all optimizers have stepped."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._all = {id(optimizer) for optimizer in optimizers}
+        self._missing: set[int] | None = None  # who has not stepped yet; None: nothing is due
+
+    def __bool__(self) -> bool:
+        return self._missing is not None
+
+    def set(self) -> None:
+        """A backward has ended after which it is due."""
+        self._missing = set(self._all)
+
+    def clear(self) -> None:
+        """It was done."""
+        self._missing = None
+
+    def waits_for(self, optimizer: Optimizer) -> bool:
+        """Whether this one has not stepped yet."""
+        return self._missing is not None and id(optimizer) in self._missing
+
+    def done_by(self, optimizer: Optimizer) -> bool:
+        """An optimizer has stepped: whether it was the last one."""
+        if self._missing is None:
+            return False
+        self._missing.discard(id(optimizer))
+        return not self._missing
+
+    def check_done(self, lane: Lane) -> None:
+        """A backward begins: raise if it was not done before the forward, since parameters cannot change between."""
+        if self:
+            raise GradSyncError(
+                f"{lane.place()} a backward begins, but parameters were to be exchanged after the last one, before "
+                "this forward. Call the model itself, not its parts; if a step takes several backwards, run all but "
+                "the last under sync.no_sync()"
+            )

@@ -4,10 +4,11 @@
     departs        g0   g1   g2   g3   g4
     .grad after    —    —    ḡ0   ḡ1   ḡ2       then drain(): ḡ3, drain(): ḡ4
 
-Every rank applies the same averages in the same order, so replicas stay identical. A fleet of k + 1 ships carries
+Every rank applies the same averages in the same order, so replicas stay identical. A flat set of k + 1 parts
+carries
 them: k are under way or wait, and the one whose average stands in `.grad` is filled next.
 
-    ship of g5 = ship of ḡ2: what `zero_grad(set_to_none=False)` left in `.grad` lies where it will travel
+    part of g5 = part of ḡ2: what `zero_grad(set_to_none=False)` left in `.grad` lies where it will travel
 
 Note [A backward that raised]
     All ranks drop its step, k steps later. But the average that was due after it is applied by the others at once,
@@ -27,20 +28,18 @@ import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from gradsync.agreement.calls import Call
+from gradsync.agreement.header import Flag, Mark
 from gradsync.errors import GradSyncError, NonFinite
-from gradsync.exchange.fleet import Cargo, Fleet, Ship
-from gradsync.guard.calls import Call
-from gradsync.guard.header import Flag, Mark
-from gradsync.pace.average import Average
-from gradsync.pace.contract import Pace, Saved, Site, State, Stats
-from gradsync.pace.passage import depart
-from gradsync.pace.scaling import Scaling
-from gradsync.pace.schedule import Due
-from gradsync.paces import Delayed
-from gradsync.plan import Combine
+from gradsync.exchange.flat_sets import FlatItem, FlatPart, FlatSet
+from gradsync.pace.averages import Average, depart
+from gradsync.pace.contract import Due, Pace, SavedPace, Site, State, Stats
+from gradsync.pace.loss_scale import Scaling
+from gradsync.plan.paces import Delayed
+from gradsync.plan.plan import Combine
 
 
-class Late(Pace):
+class DelayedPace(Pace):
     """`delayed(k)` at work."""
 
     def __init__(self, pace: Delayed, site: Site, combine: Combine, scaler: GradScaler | None) -> None:
@@ -50,8 +49,10 @@ class Late(Pace):
         self._params = [param for _, param in site.parameters]
         self._share = 1.0 if combine == "sum" else 1.0 / site.lane.groups.size
         self._scaling = Scaling(scaler)
-        cargo = [Cargo(name, param.detach()) for name, param in site.parameters]
-        self._fleet = Fleet(cargo, site.exact, site.shipping, site.indices, site.bucket_bytes, num_ships=pace.k + 1)
+        cargo = [FlatItem(name, param.detach()) for name, param in site.parameters]
+        self._flat_set = FlatSet(
+            cargo, site.exact, site.sender, site.indices, site.bucket_bytes, num_flat_parts=pace.k + 1
+        )
         site.lane.boards = False  # k headers are under way at once
         self._averages: deque[Average] = deque()  # to be applied, oldest first
         self._clock = 0  # backwards, and averages that drain() handed out
@@ -151,26 +152,26 @@ class Late(Pace):
     def _depart(self, aborted: Flag) -> None:
         """Send the gradients off, and leave none behind."""
         lane = self._site.lane
-        ship = self._fleet.ships[lane.step % len(self._fleet.ships)]
+        flat_part = self._flat_set.flat_parts[lane.step % len(self._flat_set.flat_parts)]
         for average in self._averages:
-            average.leave(ship, self._site)
+            average.leave(flat_part, self._site)
         # Without a backward the loss touched no parameter: what stands in `.grad` was handed out before.
-        marks = self._fill(ship, empty=bool(aborted) or not self._begun)
+        marks = self._fill(flat_part, empty=bool(aborted) or not self._begun)
         self._begun = False
         scale = self._scaling.now()
-        vitals, _ = self._site.watch.announce()
-        passage = depart(
-            self._site, self._fleet, ship, scale, aborted, clock=self._clock, marks=marks, vitals=vitals,
-            num_steps=self._num_steps,
+        replica_digest, _ = self._site.watch.announce()
+        pending_mean = depart(
+            self._site, self._flat_set, flat_part, scale, aborted, clock=self._clock, marks=marks,
+            replica_digest=replica_digest, num_steps=self._num_steps,
         )  # fmt: skip
-        self._site.watch.take(passage.number)
-        self._averages.append(Average(ship.views, scale, passage))
+        self._site.watch.take(pending_mean.number)
+        self._averages.append(Average(flat_part.views, scale, pending_mean))
         self._take_away()
 
-    def _fill(self, ship: Ship, empty: bool) -> bytearray:
-        """Put this rank's share of the mean into a ship; what the header says of each parameter."""
+    def _fill(self, flat_part: FlatPart, empty: bool) -> bytearray:
+        """Put this rank's share of the mean into a flat part; what the header says of each parameter."""
         marks, views, grads = bytearray(), [], []
-        for view, param in zip(ship.views, self._params, strict=True):
+        for view, param in zip(flat_part.views, self._params, strict=True):
             grad = None if empty else param.grad
             marks.append((Mark.TRAINABLE if param.requires_grad else 0) | (0 if grad is None else Mark.USED))
             if grad is None:
@@ -180,8 +181,8 @@ class Late(Pace):
                 grads.append(grad.to_dense() if grad.is_sparse else grad)
         if views:
             torch._foreach_copy_(views, grads)  # what lies there already is copied onto itself
-        for parcel in ship.parcels if self._share != 1.0 else ():
-            parcel.flat.mul_(self._share)
+        for flat_bucket in flat_part.flat_buckets if self._share != 1.0 else ():
+            flat_bucket.flat.mul_(self._share)
         return marks
 
     @torch.no_grad()
@@ -220,12 +221,12 @@ class Late(Pace):
     # What it stores
 
     def describe(self, bucket: int) -> str:
-        return self._fleet.describe(bucket) or super().describe(bucket)
+        return self._flat_set.describe(bucket) or super().describe(bucket)
 
     def stats(self) -> Stats:
         return {"num_waiting": len(self._averages)}
 
-    def state(self) -> Saved:
+    def state(self) -> SavedPace:
         self.settle()
         numbers = {"clock": self._clock, "waiting": len(self._averages), "filling": int(self._filling)}
         shared = {f"delayed.{key}": torch.tensor(number, device="cpu") for key, number in numbers.items()}
@@ -233,14 +234,14 @@ class Late(Pace):
         nothing = Average([torch.zeros_like(param.detach()) for param in self._params], 1.0)
         for slot in range(max(self._delay, len(self._averages))):
             average = self._averages[slot] if slot < len(self._averages) else nothing
-            for key, tensor in average.state(self._fleet.names).items():
+            for key, tensor in average.state(self._flat_set.names).items():
                 shared[f"delayed.average{slot}.{key}"] = tensor
-        return Saved(shared, {})
+        return SavedPace(shared, {})
 
-    def load(self, saved: Saved) -> None:
+    def load(self, saved: SavedPace) -> None:
         self.settle()  # a journey that ends later would leave its residual here
         self._averages.clear()
-        self._fleet.enlist()
+        self._flat_set.enlist()
         self._clear_owed()
         self._begun = False
         self._num_steps = -1

@@ -30,15 +30,15 @@ import contextlib
 
 import torch
 
+from gradsync.agreement.calls import Call, meet
 from gradsync.errors import Disagreement, GradSyncError
-from gradsync.guard.calls import Call, meet
 from gradsync.pace.after_step import AfterStep
-from gradsync.pace.contract import Saved, Site, Stats
+from gradsync.pace.contract import SavedPace, Site, Stats
 from gradsync.pace.fragments import Fragment, cut
-from gradsync.paces import DiLoCo
+from gradsync.plan.paces import DiLoCo
 
 
-class Outer(AfterStep):
+class DiLoCoPace(AfterStep):
     """`diloco(k)` at work."""
 
     def __init__(self, pace: DiLoCo, site: Site) -> None:
@@ -108,7 +108,7 @@ class Outer(AfterStep):
             )
 
     def describe(self, bucket: int) -> str:
-        found = (fragment.fleet.describe(bucket) for fragment in self._fragments)
+        found = (fragment.flat_set.describe(bucket) for fragment in self._fragments)
         return next((text for text in found if text is not None), super().describe(bucket))
 
     def stats(self) -> Stats:
@@ -118,7 +118,7 @@ class Outer(AfterStep):
         for fragment in self._fragments:
             fragment.land()
 
-    def state(self) -> Saved:
+    def state(self) -> SavedPace:
         shared = {
             "diloco.clock": torch.tensor(self._clock, device="cpu"),
             "diloco.due": torch.tensor(int(bool(self._due)), device="cpu"),
@@ -129,16 +129,16 @@ class Outer(AfterStep):
             departed_at = -1 if each.departed_at is None else each.departed_at
             row.copy_(torch.tensor([departed_at, each.synchronized_at, each.equal_at], device="cpu"))
             shared |= {f"diloco.{key}": tensor for key, tensor in each.state(self._pace.delay > 0).items()}
-        return Saved(shared | {"diloco.fragments": rows}, {})
+        return SavedPace(shared | {"diloco.fragments": rows}, {})
 
-    def load(self, saved: Saved) -> None:
+    def load(self, saved: SavedPace) -> None:
         self._due.clear()
         for fragment in self._fragments:
             fragment.forget()
-            fragment.fleet.enlist()
+            fragment.flat_set.enlist()
         ours = {key: tensor for key, tensor in saved.shared.items() if key.startswith("diloco.")}
         state = {key.removeprefix("diloco."): tensor for key, tensor in ours.items()}
-        if not all(f"global.{name}" in state for fragment in self._fragments for name in fragment.fleet.names):
+        if not all(f"global.{name}" in state for fragment in self._fragments for name in fragment.flat_set.names):
             self._trained.warn_of_another("diloco", saved.shared)
             self._trained.level()
             self.reset()
@@ -150,7 +150,7 @@ class Outer(AfterStep):
             fragment.load(state)
             # Of other fragments nothing can be under way: what was will depart again.
             departed_at, fragment.synchronized_at, fragment.equal_at = rows[f] if same else (-1, -1, -1)
-            landed = departed_at >= 0 and f"landed.{fragment.fleet.names[0]}" in state
+            landed = departed_at >= 0 and f"landed.{fragment.flat_set.names[0]}" in state
             fragment.departed_at = departed_at if landed else None
         if int(state["due"]):
             self._due.set()

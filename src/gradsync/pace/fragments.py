@@ -13,10 +13,10 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from gradsync.exchange.fleet import Cargo, Fleet
+from gradsync.exchange.flat_sets import FlatItem, FlatSet
+from gradsync.pace.averages import PendingMean, arrive, confirm, depart
 from gradsync.pace.contract import Site, State
-from gradsync.pace.passage import Passage, arrive, confirm, depart
-from gradsync.paces import Nesterov
+from gradsync.plan.paces import Nesterov
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -31,30 +31,30 @@ class Fragment:
         self._params = [param for _, param in named]
         self._w = [_wide(param) for param in self._params]
         self._b = [torch.zeros_like(w) for w in self._w] if outer.momentum else []
-        cargo = [Cargo(name, w) for (name, _), w in zip(named, self._w, strict=True)]
-        self.fleet = Fleet(cargo, site.exact, site.shipping, site.indices, site.bucket_bytes)
+        cargo = [FlatItem(name, w) for (name, _), w in zip(named, self._w, strict=True)]
+        self.flat_set = FlatSet(cargo, site.exact, site.sender, site.indices, site.bucket_bytes)
         self.departed_at: int | None = None  # the clock when the exchange under way began
         self.synchronized_at = 0  # the clock up to which w knows of our steps
         self.equal_at = 0  # the clock at which p was w
-        self._passage: Passage | None = None  # None though under way: it has landed, and waits to be merged
+        self._pending_mean: PendingMean | None = None  # None though under way: it has landed, and waits to be merged
 
     @torch.no_grad()
     def depart(self, clock: int) -> None:
         """Send what changed. Buffers do not wait for `merge`: rank 0's own would go back to where they were."""
-        ship, lane = self.fleet.ships[0], self._site.lane
-        for view, w, param in zip(ship.views, self._w, self._params, strict=True):
+        flat_part, lane = self.flat_set.flat_parts[0], self._site.lane
+        for view, w, param in zip(flat_part.views, self._w, self._params, strict=True):
             torch.sub(w, param, out=view).div_(lane.groups.size)
         self.departed_at = clock
-        self._passage = depart(self._site, self.fleet, ship, with_buffers=True, clock=clock)
+        self._pending_mean = depart(self._site, self.flat_set, flat_part, with_buffers=True, clock=clock)
         if self._site.buffers.tensors():
-            confirm(self._site, self._passage)
+            confirm(self._site, self._pending_mean)
             self._site.buffers.finish(lane)
 
     def land(self) -> None:
         """Wait until it is back."""
-        if self._passage is not None:
-            arrive(self._site, self.fleet, self._passage)
-            self._passage = None
+        if self._pending_mean is not None:
+            arrive(self._site, self.flat_set, self._pending_mean)
+            self._pending_mean = None
 
     def forget(self) -> None:
         """Let what is under way come to nothing: w has not changed, so p − w still holds all of it."""
@@ -66,9 +66,9 @@ class Fragment:
         """The outer step, and what it makes of p."""
         assert self.departed_at is not None
         departed_at, self.departed_at = self.departed_at, None
-        if self._passage is not None:
-            passage, self._passage = self._passage, None
-            arrive(self._site, self.fleet, passage)
+        if self._pending_mean is not None:
+            pending_mean, self._pending_mean = self._pending_mean, None
+            arrive(self._site, self.flat_set, pending_mean)
         self._step()
         self.synchronized_at = departed_at
         if mixing == 0:
@@ -79,7 +79,7 @@ class Fragment:
 
     def _step(self) -> None:
         lr, momentum = self._outer.lr, self._outer.momentum
-        for i, (w, delta) in enumerate(zip(self._w, self.fleet.ships[0].views, strict=True)):
+        for i, (w, delta) in enumerate(zip(self._w, self.flat_set.flat_parts[0].views, strict=True)):
             if momentum:
                 b = self._b[i].mul_(momentum).add_(delta)
                 w.sub_(lr * (delta + momentum * b))
@@ -106,7 +106,7 @@ class Fragment:
         """Its tensors, by parameter; with `in_flight` also what has landed, zeros if nothing has."""
         self.land()
         state: State = {}
-        for i, (name, view) in enumerate(zip(self.fleet.names, self.fleet.ships[0].views, strict=True)):
+        for i, (name, view) in enumerate(zip(self.flat_set.names, self.flat_set.flat_parts[0].views, strict=True)):
             state[f"global.{name}"] = self._w[i].clone()
             if self._b:
                 state[f"momentum.{name}"] = self._b[i].clone()
@@ -116,8 +116,8 @@ class Fragment:
 
     def load(self, state: State) -> None:
         """Continue from it; what is not in it is zero."""
-        views = self.fleet.ships[0].views
-        for i, name in enumerate(self.fleet.names):
+        views = self.flat_set.flat_parts[0].views
+        for i, name in enumerate(self.flat_set.names):
             self._w[i].copy_(state[f"global.{name}"])
             if self._b:
                 self._b[i].copy_(state.get(f"momentum.{name}", torch.zeros((), dtype=torch.float32, device="cpu")))

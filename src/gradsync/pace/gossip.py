@@ -15,33 +15,139 @@ from one and gives to one (see `neighbours`), so ω stays 1; it travels all the 
 A rank waits for its neighbours of a round, which hear from theirs, and for nobody else: one that is slow now and then
 is felt by those first, and by the others rounds later. Buffers and optimizers stay each rank's own. `drain()` makes the
 exact mean Σ x / Σ ω on every rank, and all buffers rank 0's: a run ends with it, or else with as many models as ranks.
+
+Who sends to whom in a round of gossip. Pure.
+
+    ring            0 ▶ 1 ▶ 2 ▶ 3 ▶ 0                  every round the same
+    exponential     rank ▶ rank + 1, + 2, + 4, …       a stride of its own in each of ⌈log₂ n⌉ rounds, and again
+
+In every round each rank sends to exactly one and receives from exactly one. On the ring a rank has heard of all others
+after n − 1 rounds, but of the ranks of a host only the last sends to another one. With the exponential strides
+⌈log₂ n⌉ rounds are enough, and where n is a power of two they make the exact mean.
+
+A word between neighbours, before anything large travels: what each is in, which round, how much it brings.
+
+Messages between two ranks have no header that all ranks see. Without a word first, one that is in an exchange would
+wait for one that is in `drain()`, and both forever.
+
+Note [Neighbours first]
+    A header among all ranks would tell too, but gossip would then wait for the slowest of all in every exchange. So a
+    rank tells only its neighbours of the round, both of them: who gives to it, and who gets from it. And it does so
+    not only before an exchange, but before everything that all ranks do together, `detach()` for one: a neighbour that
+    waits in an exchange hears that we are elsewhere. Both then raise, and the others see that they have.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from gradsync import paces
-from gradsync.exchange.fleet import Cargo, Fleet
-from gradsync.exchange.parcel import Parcel
-from gradsync.guard.calls import Call
-from gradsync.guard.header import Flag, Head
+from gradsync.agreement.calls import Call, check_same_call
+from gradsync.agreement.header import HEAD_NBYTES, Flag, Head, Headers, pack_header
+from gradsync.errors import Disagreement, NonFinite, listed
+from gradsync.exchange.flat import FlatBucket
+from gradsync.exchange.flat_sets import FlatItem, FlatSet
 from gradsync.pace.after_step import AfterStep
-from gradsync.pace.contract import Saved, Site, Stats
-from gradsync.pace.greeting import GREETING_TAG, greet
-from gradsync.pace.neighbours import Neighbours, neighbours
-from gradsync.pace.passage import arrive, depart, first_nonfinite
-from gradsync.transport.page import Phase
+from gradsync.pace.averages import arrive, depart, first_nonfinite
+from gradsync.pace.contract import SavedPace, Site, Stats
+from gradsync.plan import paces
+from gradsync.plan.paces import Topology
+from gradsync.transport.groups import Channel
+from gradsync.transport.heartbeat import Phase
+from gradsync.transport.lane import Lane
+
+
+class Neighbours(NamedTuple):
+    """Of one rank in one round, by index in the group."""
+
+    receiver: int  # gets half of what we hold
+    sender: int  # gives us half of what it holds
+
+    @property
+    def peers(self) -> list[int]:
+        """Both, once each: of two ranks the other is both."""
+        return sorted(set(self))
+
+
+def neighbours(topology: Topology, rank: int, size: int, number: int) -> Neighbours:
+    """Those of `rank` in the round with this number, among at least two ranks.
+
+    >>> neighbours("ring", 0, 8, number=5)
+    Neighbours(receiver=1, sender=7)
+    >>> [neighbours("exponential", 0, 8, number).receiver for number in range(4)]
+    [1, 2, 4, 1]
+    """
+    stride = 1 if topology == "ring" else 1 << number % num_strides(size)
+    return Neighbours((rank + stride) % size, (rank - stride) % size)
+
+
+def num_strides(size: int) -> int:
+    """How many strides the exponential topology has among so many ranks: ⌈log₂ size⌉, without rounding.
+
+    >>> [num_strides(size) for size in (2, 3, 4, 5, 64)]
+    [1, 2, 2, 3, 6]
+    """
+    return (size - 1).bit_length()
+
+
+HANDSHAKE_TAG = 0
+
+
+def greet(lane: Lane, channel: Channel, peers: Sequence[int], mine: Head, names: Sequence[str]) -> dict[int, Head]:
+    """Tell these members of the group where we are, and return where they are: in the same, or this raises.
+
+    `names` are the parameters', for a head that tells of a NaN in one of them.
+    """
+    row = pack_header(mine, bytearray())
+    rows = {peer: torch.empty(HEAD_NBYTES, dtype=torch.uint8, device="cpu") for peer in peers}
+
+    def run() -> None:
+        works = [channel.recv(rows[peer], peer, HANDSHAKE_TAG) for peer in peers]
+        works += [channel.send(row, peer, HANDSHAKE_TAG) for peer in peers]
+        for work in works:
+            work.wait()
+
+    lane.wait(lane.send(run, "the word of its neighbours", HEAD_NBYTES * len(peers)))
+    members = sorted([lane.groups.rank, *peers])  # all of them look in one order, and say the same
+    rows[lane.groups.rank] = row
+    headers = Headers(torch.stack([rows[member] for member in members]))
+    ranks = tuple(lane.global_ranks(members))
+    check_same_call(headers, ranks)
+    _check_round(headers, ranks, lane)
+    _check_finite(headers, ranks, names, lane)
+    return dict(zip(members, headers.heads, strict=True))
+
+
+def _check_round(headers: Headers, ranks: tuple[int, ...], lane: Lane) -> None:
+    first = headers.heads[0].step
+    for rank, head in zip(ranks, headers.heads, strict=True):
+        if head.step != first:
+            raise Disagreement(
+                f"{lane.place()} rank {rank} is in round {head.step} of gossip and its neighbour, rank {ranks[0]}, in "
+                f"{first}: they did not call backward equally often, or resumed from different checkpoints"
+            )
+
+
+def _check_finite(headers: Headers, ranks: tuple[int, ...], names: Sequence[str], lane: Lane) -> None:
+    bad = [(rank, head.nonfinite) for rank, head in zip(ranks, headers.heads, strict=True) if head.nonfinite >= 0]
+    if bad:
+        lane.fail()  # the others are not told by a header
+        raise NonFinite(
+            f"{lane.place()} {listed([rank for rank, _ in bad])} would have sent NaN or Inf in {names[bad[0][1]]}; no "
+            "neighbour has taken it: go back to the last checkpoint"
+        )
+
 
 _CHANNEL = "gossip"
-_PARCEL_TAG = GREETING_TAG + 1
+_PAYLOAD_TAG = HANDSHAKE_TAG + 1
 
 
-class Gossip(AfterStep):
+class GossipPace(AfterStep):
     """`gossip(topology)` at work."""
 
     def __init__(self, pace: paces.Gossip, site: Site, parent: dist.ProcessGroup, timeout: float) -> None:
@@ -54,9 +160,9 @@ class Gossip(AfterStep):
         # Gloo, on whatever the parameters' own group is: messages go through host memory.
         groups.add_part(parent, _CHANNEL, list(range(groups.size)), "cpu", timeout)
         self._channel = groups.data[_CHANNEL]
-        cargo = [Cargo(name, param.detach()) for name, param in self._trained.named]
-        self._fleet = Fleet(cargo, site.exact, site.shipping, site.indices, site.bucket_bytes)
-        self._ship = self._fleet.ships[0]
+        cargo = [FlatItem(name, param.detach()) for name, param in self._trained.named]
+        self._flat_set = FlatSet(cargo, site.exact, site.sender, site.indices, site.bucket_bytes)
+        self._flat_part = self._flat_set.flat_parts[0]
         self._round = 0
         self._weight = 1.0  # ω
         self._apart = False  # whether replicas may differ
@@ -100,71 +206,75 @@ class Gossip(AfterStep):
         kept = self._weight / 2
         self._fill(kept)
         checks = self._site.guard.nonfinite != "allow"
-        heads = self._greet(Call.NEIGHBOURS, kept, first_nonfinite(self._ship) if checks else -1)
+        heads = self._greet(Call.NEIGHBOURS, kept, first_nonfinite(self._flat_part) if checks else -1)
         brought = heads[self._neighbours().sender].weight
-        gaps, norms = zip(*[self._swap(parcel, kept / brought) for parcel in self._ship.parcels], strict=True)
+        gaps, norms = zip(
+            *[self._swap(flat_bucket, kept / brought) for flat_bucket in self._flat_part.flat_buckets], strict=True
+        )
         self._distance = math.hypot(*gaps) / norm if (norm := math.hypot(*norms)) else math.hypot(*gaps)
         self._weight = kept + brought
         self._empty(self._weight)
-        nbytes = sum(parcel.flat.nbytes for parcel in self._ship.parcels)
+        nbytes = sum(flat_bucket.flat.nbytes for flat_bucket in self._flat_part.flat_buckets)
         spans = [(begun, time.perf_counter())]
-        recorder.finish_step(self._round, spans, nbytes, len(self._ship.parcels), None, nbytes)
+        recorder.finish_step(self._round, spans, nbytes, len(self._flat_part.flat_buckets), None, nbytes)
         self._round += 1
         self._num_exchanges += 1
         lane.step += 1
         lane.at(Phase.COMPUTING)
 
-    def _swap(self, parcel: Parcel, ratio: float) -> tuple[float, float]:
-        """Give a parcel to the receiver, and add the sender's; how far that is from ours, and how large ours is.
+    def _swap(self, flat_bucket: FlatBucket, ratio: float) -> tuple[float, float]:
+        """Give a flat bucket to the receiver, and add the sender's; how far that is from ours, and how large ours is.
 
-        `ratio` is how many times the sender's weight ours is: as different as the weights are, so are the parcels.
+        `ratio` is how many times the sender's weight ours is: as different as the weights are, so are the flat_buckets.
         """
         lane = self._site.lane
         receiver, sender = self._neighbours()
-        ours = parcel.flat.cpu()  # the same memory, if it is there already
+        ours = flat_bucket.flat.cpu()  # the same memory, if it is there already
         theirs = torch.empty_like(ours)
 
         def run() -> None:
-            coming = self._channel.recv(theirs.view(torch.uint8), sender, _PARCEL_TAG)
-            going = self._channel.send(ours.view(torch.uint8), receiver, _PARCEL_TAG)
+            coming = self._channel.recv(theirs.view(torch.uint8), sender, _PAYLOAD_TAG)
+            going = self._channel.send(ours.view(torch.uint8), receiver, _PAYLOAD_TAG)
             coming.wait()
             going.wait()
 
-        lane.wait(lane.send(run, f"bucket {parcel.index}", ours.nbytes, parcel.index))
+        lane.wait(lane.send(run, f"bucket {flat_bucket.index}", ours.nbytes, flat_bucket.index))
         gap, norm = _norm(ours - ratio * theirs), _norm(ours)
-        parcel.flat.add_(theirs.to(parcel.flat.device))
+        flat_bucket.flat.add_(theirs.to(flat_bucket.flat.device))
         return gap, norm
 
     @torch.no_grad()
     def _average(self) -> None:
         self._greet(Call.AVERAGE)
         self._fill(self._weight)
-        passage = depart(self._site, self._fleet, self._ship, weight=self._weight, with_buffers=True, clock=self._clock)
-        headers = arrive(self._site, self._fleet, passage, with_buffers=True)
+        pending_mean = depart(
+            self._site, self._flat_set, self._flat_part, weight=self._weight, with_buffers=True, clock=self._clock
+        )
+        headers = arrive(self._site, self._flat_set, pending_mean, with_buffers=True)
         self._empty(headers.total_weight())
         self._weight = 1.0
         self._apart = False
 
     def _greet(self, call: Call, weight: float = 0.0, nonfinite: int = -1) -> dict[int, Head]:
         head = Head(self._round, 0, weight, self._clock, nonfinite, 1, Flag.NONE, bytes(8), call)
-        return greet(self._site.lane, self._channel, self._neighbours().peers, head, self._fleet.names)
+        return greet(self._site.lane, self._channel, self._neighbours().peers, head, self._flat_set.names)
 
     def _neighbours(self) -> Neighbours:
         groups = self._site.lane.groups
         return neighbours(self._pace.topology, groups.rank, groups.size, self._round)
 
     def _fill(self, weight: float) -> None:
-        for view, param in zip(self._ship.views, self._params, strict=True):
+        for view, param in zip(self._flat_part.views, self._params, strict=True):
             torch.mul(param, weight, out=view)
 
     def _empty(self, weight: float) -> None:
-        for view, param in zip(self._ship.views, self._params, strict=True):
+        for view, param in zip(self._flat_part.views, self._params, strict=True):
             param.copy_(view.div_(weight))
 
     # What is known and kept
 
     def describe(self, bucket: int) -> str:
-        return self._fleet.describe(bucket) or super().describe(bucket)
+        return self._flat_set.describe(bucket) or super().describe(bucket)
 
     def stats(self) -> Stats:
         """`replica_distance` is ‖z − z'‖ / ‖z‖ in the last exchange, before it: z our parameters, z' our sender's."""
@@ -174,14 +284,14 @@ class Gossip(AfterStep):
             "replica_distance": self._distance,
         }
 
-    def state(self) -> Saved:
+    def state(self) -> SavedPace:
         """This rank's own, for it belongs to this rank's own parameters."""
         numbers = {"clock": self._clock, "round": self._round, "due": int(bool(self._due)), "apart": int(self._apart)}
         own = {f"gossip.{key}": torch.tensor(number, device="cpu") for key, number in numbers.items()}
-        return Saved({}, own | {"gossip.weight": torch.tensor(self._weight, dtype=torch.float64, device="cpu")})
+        return SavedPace({}, own | {"gossip.weight": torch.tensor(self._weight, dtype=torch.float64, device="cpu")})
 
-    def load(self, saved: Saved) -> None:
-        self._fleet.enlist()
+    def load(self, saved: SavedPace) -> None:
+        self._flat_set.enlist()
         self.reset()
         if (
             "gossip.weight" not in saved.own

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 
 import torch
 
-from gradsync.guard.header import Flag
+from gradsync.agreement.header import Flag
 from gradsync.pace.contract import Held, Pace
 from gradsync.pace.learning_rates import LearningRates
-from gradsync.paces import Accumulate, EveryStep
+from gradsync.plan.paces import Accumulate, EveryStep
 
 
-class Window(Pace):
+class WindowPace(Pace):
     """Counts backward calls and hides gradients inside a window; with k=1 it is always at its end."""
 
     engine_averages = True

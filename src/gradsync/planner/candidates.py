@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from itertools import accumulate as running_sums
 from typing import Literal
 
-from gradsync.compress.across import across_hosts
 from gradsync.compress.cast import bf16
-from gradsync.compress.choice import Compressor
 from gradsync.compress.integers import int4, int8
 from gradsync.compress.powersgd import powersgd
+from gradsync.compress.recipe import Compressor
 from gradsync.compress.sign import sign
 from gradsync.compress.topk import topk
-from gradsync.paces import accumulate, delayed, diloco, local_sgd
-from gradsync.packing import default_limit
-from gradsync.plan import Plan
+from gradsync.compress.wrappers import across_hosts
+from gradsync.plan.paces import accumulate, delayed, diloco, local_sgd
+from gradsync.plan.packing import default_limit
+from gradsync.plan.plan import Plan
 from gradsync.planner.collective import Collectives
 from gradsync.planner.profile import ModelProfile
 

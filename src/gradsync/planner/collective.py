@@ -10,21 +10,19 @@ from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from gradsync.allreduce.choice import Algorithm
-from gradsync.allreduce.halving_doubling import HalvingDoubling
-from gradsync.allreduce.hierarchical import Hierarchical
-from gradsync.allreduce.native import Native
-from gradsync.allreduce.pricing import price
-from gradsync.allreduce.ring import Ring
-from gradsync.allreduce.shared_memory import SharedMemory
-from gradsync.allreduce.tree import Tree
-from gradsync.links import Cluster, Link
+from gradsync.algorithms.builtin import Native, SharedMemory
+from gradsync.algorithms.halving_doubling import HalvingDoubling
+from gradsync.algorithms.hierarchical import Hierarchical
+from gradsync.algorithms.price import Algorithm, price
+from gradsync.algorithms.ring import Ring
+from gradsync.algorithms.tree import Tree
+from gradsync.cluster import Cluster, Link
 from gradsync.planner import nccl
 
 _MOST_RANKS_TO_WALK = 32
 
 
-class Cost(NamedTuple):
+class CollectiveCost(NamedTuple):
     """Of one collective."""
 
     seconds: float
@@ -43,7 +41,7 @@ class Collectives:
         self._regular = all(len(host) == self.per_host for host in cluster.hosts)
         self._generation = nccl.generation_of(cluster.device.name)
         self.journeys: dict[Hashable, Any] = {}  # of buckets; see `stages`
-        self._known: dict[tuple[Algorithm, float], Cost] = {}
+        self._known: dict[tuple[Algorithm, float], CollectiveCost] = {}
 
     # Sums
 
@@ -68,38 +66,38 @@ class Collectives:
             return SharedMemory() if self.in_memory else Native()
         return min(self.candidates(), key=lambda each: self.sum(each, nbytes).seconds)
 
-    def sum(self, algorithm: Algorithm | None, nbytes: float) -> Cost:
+    def sum(self, algorithm: Algorithm | None, nbytes: float) -> CollectiveCost:
         """An all-reduce."""
         if self.size == 1:
-            return Cost(0.0, 0.0, 0.0)
+            return CollectiveCost(0.0, 0.0, 0.0)
         algorithm = self.resolve(algorithm, nbytes)
         key = (algorithm, nbytes)
         if key not in self._known:
             self._known[key] = self._sum(algorithm, nbytes)
         return self._known[key]
 
-    def _sum(self, algorithm: Algorithm, nbytes: float) -> Cost:
+    def _sum(self, algorithm: Algorithm, nbytes: float) -> CollectiveCost:
         cluster, n, m = self.cluster, self.size, self.num_hosts
         ring_nbytes = 2 * (n - 1) / n * nbytes
         if isinstance(algorithm, SharedMemory):
             memory = cluster.memory or cluster.inside
             seconds = 2 * memory.latency_s + 2 * nbytes / memory.bandwidth_at(nbytes) + cluster.device.call_s
-            return Cost(seconds, 0.0, memory.load)
+            return CollectiveCost(seconds, 0.0, memory.load)
         if isinstance(algorithm, Native) and cluster.backend == "nccl":
             seconds = nccl.all_reduce_s(
                 nbytes, m, self.per_host, cluster.inside, cluster.across, cluster.shared_nic, self._generation
             ).seconds
-            return Cost(seconds, ring_nbytes, self._load())
+            return CollectiveCost(seconds, ring_nbytes, self._load())
         if isinstance(algorithm, Hierarchical):
             if cluster.memory is not None:
                 cluster = replace(cluster, inside=cluster.memory)
             share = 2 * (m - 1) / m / self.per_host + self._inside_share()
-            return Cost(self._hierarchical_s(nbytes, cluster), share * nbytes, self._load())
+            return CollectiveCost(self._hierarchical_s(nbytes, cluster), share * nbytes, self._load())
         if isinstance(algorithm, Native):
-            return Cost(self._ring_s(nbytes) + cluster.device.call_s, ring_nbytes, self._load())
+            return CollectiveCost(self._ring_s(nbytes) + cluster.device.call_s, ring_nbytes, self._load())
         return self._scheduled(algorithm, nbytes)
 
-    def _scheduled(self, algorithm: Ring | Tree | HalvingDoubling, nbytes: float) -> Cost:
+    def _scheduled(self, algorithm: Ring | Tree | HalvingDoubling, nbytes: float) -> CollectiveCost:
         """One that we run round by round, with Python in each."""
         n = self.size
         if n <= _MOST_RANKS_TO_WALK:
@@ -108,7 +106,7 @@ class Collectives:
             sent = max(schedule.share_sent_by(rank) for rank in (0, n // 2)) * nbytes
         else:
             seconds, rounds, sent = self._closed_form(algorithm, nbytes)
-        return Cost(seconds + rounds * self.cluster.device.call_s, sent, self._load())
+        return CollectiveCost(seconds + rounds * self.cluster.device.call_s, sent, self._load())
 
     def _closed_form(self, algorithm: Ring | Tree | HalvingDoubling, nbytes: float) -> tuple[float, int, float]:
         n, gamma = self.size, self.cluster.reduce_s_per_byte
@@ -153,22 +151,26 @@ class Collectives:
 
     # Payloads that cannot be added up
 
-    def gather(self, nbytes: float, size: int | None = None) -> Cost:
+    def gather(self, nbytes: float, size: int | None = None) -> CollectiveCost:
         """Everybody's payload of so many bytes to everybody; `size`: to one rank of each host only."""
         n = size or self.size
         if n == 1:
-            return Cost(0.0, 0.0, 0.0)
+            return CollectiveCost(0.0, 0.0, 0.0)
         link = self._slowest(nbytes) if size is None else self.cluster.across
         if self.in_memory and self.cluster.memory is not None:
             memory = self.cluster.memory
-            return Cost(2 * memory.latency_s + (n - 1) * nbytes / memory.bandwidth_at(nbytes), 0.0, memory.load)
-        return Cost((n - 1) * link.seconds(nbytes) + self.cluster.device.call_s, (n - 1) * nbytes, self._load())
+            return CollectiveCost(
+                2 * memory.latency_s + (n - 1) * nbytes / memory.bandwidth_at(nbytes), 0.0, memory.load
+            )
+        return CollectiveCost(
+            (n - 1) * link.seconds(nbytes) + self.cluster.device.call_s, (n - 1) * nbytes, self._load()
+        )
 
-    def trade(self, nbytes: float, size: int | None = None) -> Cost:
+    def trade(self, nbytes: float, size: int | None = None) -> CollectiveCost:
         """A part of everybody's payload to everybody, all at once."""
         n = size or self.size
         if n == 1:
-            return Cost(0.0, 0.0, 0.0)
+            return CollectiveCost(0.0, 0.0, 0.0)
         part, across, g = nbytes / n, self.cluster.across, 1 if size else self.per_host
         busy = [(g - 1) * part / self.cluster.inside.bandwidth_at(part)] if g > 1 else []
         if n > g:
@@ -176,27 +178,27 @@ class Collectives:
             busy.append((n - g) * queue * part / across.bandwidth_at(part))
         latency = across.latency_s if self.num_hosts > 1 else self.cluster.inside.latency_s
         seconds = latency + max(busy) + self.cluster.device.call_s
-        return Cost(seconds, (n - 1) * part, self._load())
+        return CollectiveCost(seconds, (n - 1) * part, self._load())
 
-    def across(self, nbytes: float) -> Cost:
+    def across(self, nbytes: float) -> CollectiveCost:
         """An all-reduce between one rank of each host."""
         m, link = self.num_hosts, self.cluster.across
         if m == 1:
-            return Cost(0.0, 0.0, 0.0)
-        return Cost(
+            return CollectiveCost(0.0, 0.0, 0.0)
+        return CollectiveCost(
             2 * (m - 1) * link.seconds(nbytes / m) + self.cluster.device.call_s, 2 * (m - 1) / m * nbytes, link.load
         )
 
-    def house(self, nbytes: float) -> Cost:
+    def within_hosts(self, nbytes: float) -> CollectiveCost:
         """A sum over the ranks of each host, all hosts at once."""
         g = self.per_host
         if g == 1:
-            return Cost(0.0, 0.0, 0.0)
+            return CollectiveCost(0.0, 0.0, 0.0)
         if self.cluster.memory is not None:
             memory = self.cluster.memory
-            return Cost(2 * memory.latency_s + 2 * nbytes / memory.bandwidth_at(nbytes), 0.0, memory.load)
+            return CollectiveCost(2 * memory.latency_s + 2 * nbytes / memory.bandwidth_at(nbytes), 0.0, memory.load)
         inside, sent = self.cluster.inside, self._inside_share() * nbytes
-        return Cost(2 * (g - 1) * inside.seconds(nbytes / g) + self.cluster.device.call_s, sent, inside.load)
+        return CollectiveCost(2 * (g - 1) * inside.seconds(nbytes / g) + self.cluster.device.call_s, sent, inside.load)
 
     # The links
 
@@ -204,12 +206,12 @@ class Collectives:
         """Of the bytes of a sum inside each host, what a rank sends."""
         return 0.0 if self.cluster.memory is not None else 2 * (self.per_host - 1) / self.per_host
 
-    def header(self) -> Cost:
+    def header(self) -> CollectiveCost:
         """The few bytes that every synchronization begins or ends with: to all, from all."""
         link = self.cluster.memory if self.in_memory else None
         if link is not None or self.size == 1:
-            return Cost(2 * link.latency_s if link else 0.0, 0.0, 0.0)
-        return Cost(self._slowest(64.0).latency_s * self.size + self.cluster.device.call_s, 0.0, 0.0)
+            return CollectiveCost(2 * link.latency_s if link else 0.0, 0.0, 0.0)
+        return CollectiveCost(self._slowest(64.0).latency_s * self.size + self.cluster.device.call_s, 0.0, 0.0)
 
     def _slowest(self, nbytes: float) -> Link:
         """The link that a ring through all ranks waits for, with messages of this size."""

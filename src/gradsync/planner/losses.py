@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gradsync.compress.across import AcrossHosts
 from gradsync.compress.cast import bf16
-from gradsync.compress.choice import Compressor
 from gradsync.compress.integers import int4, int8
 from gradsync.compress.powersgd import powersgd
 from gradsync.compress.randomk import randomk
+from gradsync.compress.recipe import Compressor
 from gradsync.compress.sign import sign
 from gradsync.compress.topk import topk
+from gradsync.compress.wrappers import AcrossHosts
 
 SOURCE = "benchmarks/slow_link, 2 replicas, large, batch 32, 1000 steps"  # a test compares
 CLOSE = 0.01  # of the loss: nobody would call that worse

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from gradsync.plan import Plan
+from gradsync.plan.plan import Plan
 
 Quality = Literal["exact", "16-bit", "lossy", "other training"]
 
 
-class Span(NamedTuple):
+class StepSpan(NamedTuple):
     """Something that takes from `start_s` to `stop_s` of a step."""
 
     track: Literal["compute", "codec", "wire"]
@@ -50,7 +50,7 @@ class Prediction:
     memory_nbytes: int
     quality: Quality
     reason: str = ""
-    timeline: tuple[Span, ...] = ()
+    timeline: tuple[StepSpan, ...] = ()
     unsure_s: float = 0.0
 
     @property

@@ -1,4 +1,4 @@
-"""One training step, played: computation, the desk that codes, and the wire, each doing one thing at a time.
+"""One training step, played: computation, the pipeline that codes, and the wire, each doing one thing at a time.
 
     compute   │ forward │ backward ──────────────────────── │ waits │ optimizer │
                              ready ▼        ▼          ▼         ▲
@@ -9,7 +9,8 @@ Whoever is at work asks for a share of the rank's cores (`Device.cores`): comput
 wire for its `load`. If there is not enough, shares are max-min fair: who asks for little gets it, the others are
 equally slow. All ranks are alike, so one is played; what makes them differ is in `stragglers`.
 
-The desk goes on as `exchange.desk` does: a bucket begins its journey, then each one that is under way goes a round
+The pipeline goes on as `exchange.pipeline` does: a bucket begins its journey, then each one that is under way goes a
+round
 further, oldest first.
 """
 
@@ -20,11 +21,11 @@ from collections.abc import Callable, Generator, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from gradsync.planner.prediction import Span
+from gradsync.planner.prediction import StepSpan
 from gradsync.planner.stages import Stage
 
 
-class Bucket(NamedTuple):
+class SimulatedBucket(NamedTuple):
     """What travels together."""
 
     label: str
@@ -53,7 +54,7 @@ _Until = Callable[[], bool]
 _Actor = Generator["_Work | _Until", None, None]
 
 
-class _Sent(NamedTuple):
+class _OnWire(NamedTuple):
     """Something on its way."""
 
     stage: Stage
@@ -62,12 +63,12 @@ class _Sent(NamedTuple):
     is_whole: bool  # it is all that its bucket needs
 
 
-class _Trip(NamedTuple):
-    """A bucket at the desk."""
+class _SimulatedTrip(NamedTuple):
+    """A bucket at the pipeline."""
 
-    bucket: Bucket
+    bucket: SimulatedBucket
     at: int = 0  # its next stage
-    waits_for: _Sent | None = None
+    waits_for: _OnWire | None = None
 
 
 class _Job:
@@ -81,23 +82,27 @@ class _Job:
         self.begun_s = 0.0
 
 
-def play(compute: Compute, buckets: Sequence[Bucket], header: Stage, cores: float, overlap: bool) -> list[Span]:
+def play(
+    compute: Compute, buckets: Sequence[SimulatedBucket], header: Stage, cores: float, overlap: bool
+) -> list[StepSpan]:
     """The spans of one step; it ends with the last."""
     return _Play(compute, buckets, header, cores, overlap).run()
 
 
 class _Play:
-    def __init__(self, compute: Compute, buckets: Sequence[Bucket], header: Stage, cores: float, overlap: bool) -> None:
+    def __init__(
+        self, compute: Compute, buckets: Sequence[SimulatedBucket], header: Stage, cores: float, overlap: bool
+    ) -> None:
         self._compute, self._buckets, self._header = compute, buckets, header
         self._cores, self._overlap = cores, overlap
-        self._handed_in: deque[Bucket | None] = deque()  # for the desk; None: no more
-        self._to_send: deque[_Sent] = deque()
+        self._handed_in: deque[SimulatedBucket | None] = deque()  # for the pipeline; None: no more
+        self._to_send: deque[_OnWire] = deque()
         self._arrived = 0
         self._done = False
 
-    def run(self) -> list[Span]:
+    def run(self) -> list[StepSpan]:
         jobs = [_Job(actor) for actor in (self._computing(), self._desk(), self._wire())]
-        now, spans = 0.0, list[Span]()
+        now, spans = 0.0, list[StepSpan]()
         for job in jobs:
             self._next(job, now)
         while not self._done:
@@ -121,7 +126,7 @@ class _Play:
                 return True
         return False
 
-    def _pass_time(self, jobs: list[_Job], now: float, spans: list[Span]) -> float:
+    def _pass_time(self, jobs: list[_Job], now: float, spans: list[StepSpan]) -> float:
         """Until the first of those at work is done."""
         busy = [job for job in jobs if job.work is not None]
         assert busy, "a step that never ends"
@@ -133,7 +138,7 @@ class _Play:
         for job in busy:
             if job.left_s <= 1e-15 and job.work is not None:
                 if job.work.seconds > 0:
-                    spans.append(Span(job.work.track, job.work.label, job.begun_s, now))
+                    spans.append(StepSpan(job.work.track, job.work.label, job.begun_s, now))
                 self._next(job, now)
         return now
 
@@ -156,15 +161,15 @@ class _Play:
         self._done = True
         yield lambda: False
 
-    def _hand_in(self, bucket: Bucket) -> None:
-        """To the desk, or straight to the wire if there is nothing to code."""
+    def _hand_in(self, bucket: SimulatedBucket) -> None:
+        """To the pipeline, or straight to the wire if there is nothing to code."""
         if len(bucket.stages) == 1 and bucket.stages[0].on_wire:
             self._send(bucket.stages[0], bucket.label, is_whole=True)
         else:
             self._handed_in.append(bucket)
 
-    def _send(self, stage: Stage, label: str, is_whole: bool = False) -> _Sent:
-        self._to_send.append(_Sent(stage, label, [False], is_whole))
+    def _send(self, stage: Stage, label: str, is_whole: bool = False) -> _OnWire:
+        self._to_send.append(_OnWire(stage, label, [False], is_whole))
         return self._to_send[-1]
 
     def _wire(self) -> _Actor:
@@ -176,24 +181,24 @@ class _Play:
             self._arrived += sent.is_whole
 
     def _desk(self) -> _Actor:
-        trips: list[_Trip] = []
+        trips: list[_SimulatedTrip] = []
         while True:
             yield lambda: bool(self._handed_in)
             bucket = self._handed_in.popleft()
             if bucket is not None:
-                newest = yield from self._further(_Trip(bucket))
+                newest = yield from self._further(_SimulatedTrip(bucket))
                 trips = yield from self._all_further(trips)
                 trips += [newest] if newest else []
             while bucket is None and trips:
                 trips = yield from self._all_further(trips)
 
-    def _all_further(self, trips: list[_Trip]) -> Generator[_Work | _Until, None, list[_Trip]]:
+    def _all_further(self, trips: list[_SimulatedTrip]) -> Generator[_Work | _Until, None, list[_SimulatedTrip]]:
         going = []
         for trip in trips:
             going.append((yield from self._further(trip)))
         return [trip for trip in going if trip is not None]
 
-    def _further(self, trip: _Trip) -> Generator[_Work | _Until, None, _Trip | None]:
+    def _further(self, trip: _SimulatedTrip) -> Generator[_Work | _Until, None, _SimulatedTrip | None]:
         """One round further; None when it has arrived."""
         bucket, at, sent = trip
         if sent is not None:
@@ -204,7 +209,7 @@ class _Play:
         if at == len(bucket.stages):
             self._arrived += 1
             return None
-        return _Trip(bucket, at + 1, self._send(bucket.stages[at], bucket.label))
+        return _SimulatedTrip(bucket, at + 1, self._send(bucket.stages[at], bucket.label))
 
 
 def fair_speeds(loads: Sequence[float], cores: float) -> list[float]:
@@ -223,8 +228,8 @@ def fair_speeds(loads: Sequence[float], cores: float) -> list[float]:
     return speeds
 
 
-def _marked(spans: list[Span]) -> list[Span]:
-    """In order; what happens on the wire and at the desk while computation waits is exposed."""
+def _marked(spans: list[StepSpan]) -> list[StepSpan]:
+    """In order; what happens on the wire and at the pipeline while computation waits is exposed."""
     computed = sorted((span.start_s, span.stop_s) for span in spans if span.track == "compute")
     waits = [(a[1], b[0]) for a, b in pairwise(computed) if b[0] > a[1]]
     if computed:
@@ -236,6 +241,6 @@ def _marked(spans: list[Span]) -> list[Span]:
     return sorted(marked, key=lambda span: (span.start_s, span.track))
 
 
-def end_s(spans: Sequence[Span]) -> float:
+def end_s(spans: Sequence[StepSpan]) -> float:
     """When the last is over."""
     return max((span.stop_s for span in spans), default=0.0)

@@ -6,11 +6,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from gradsync import paces
-from gradsync.allreduce.tree import tree
+from gradsync.algorithms.tree import tree
 from gradsync.compress.by_parameter import rule
-from gradsync.compress.recipes import MAKERS
-from gradsync.plan import Plan
+from gradsync.compress.toml import MAKERS
+from gradsync.plan import paces
+from gradsync.plan.plan import Plan
 
 _NESTEROV = "nesterov"
 # The factories that take arguments: what has its default is not said.

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from gradsync.allreduce.choice import Algorithm
+from gradsync.algorithms.price import Algorithm
+from gradsync.cluster import CodecSpeed, Device
 from gradsync.compress.blocks import BlockCodec, two_phases_pay
-from gradsync.compress.choice import Choice, Codec, Param
 from gradsync.compress.powersgd import PowerSGD, matrix
-from gradsync.devices import CodecSpeed, Device
-from gradsync.planner.collective import Collectives, Cost
+from gradsync.compress.recipe import Choice, Codec, Param
+from gradsync.planner.collective import CollectiveCost, Collectives
 
 # Bytes of memory traffic per element and direction where nobody measured: what is read and written, each once, for
 # gradients of 4 bytes with error feedback. A kernel reaches most of the bandwidth of a copy.
@@ -69,9 +69,9 @@ def _journey(
     if choice.codec is None:
         return [_wire(collectives.sum(algorithm, raw))]
     if choice.across and collectives.num_hosts > 1:
-        house = _wire(collectives.house(raw))
+        within_hosts = _wire(collectives.within_hosts(raw))
         inner = _compressed(choice, params, collectives, None, across=True)
-        return [house, *inner, house]
+        return [within_hosts, *inner, within_hosts]
     return _compressed(choice, params, collectives, algorithm, across=False)
 
 
@@ -87,7 +87,7 @@ def _compressed(
     encode, decode, middle = _seconds(codec.name, device, raw, len(params))
 
     def code(seconds: float) -> Stage:
-        return Stage(seconds + device.call_s, 1.0, False)  # the desk's thread wakes up
+        return Stage(seconds + device.call_s, 1.0, False)  # the pipeline's thread wakes up
 
     def add_up(nbytes: float) -> Stage:
         return _wire(collectives.across(nbytes) if across else collectives.sum(algorithm, nbytes))
@@ -105,7 +105,7 @@ def _compressed(
     return [code(encode), _wire(collectives.gather(payload, member)), code(decode * size)]
 
 
-def _wire(cost: Cost) -> Stage:
+def _wire(cost: CollectiveCost) -> Stage:
     return Stage(cost.seconds, cost.load, True, cost.nbytes)
 
 

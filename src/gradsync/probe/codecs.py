@@ -9,22 +9,21 @@ from statistics import median
 
 import torch
 
+from gradsync.cluster import CodecSpeed
 from gradsync.compress.cast import bf16, fp16
-from gradsync.compress.choice import Compressor, Param
 from gradsync.compress.integers import int4, int8
 from gradsync.compress.powersgd import powersgd
 from gradsync.compress.randomk import randomk
-from gradsync.compress.recipes import canonical
+from gradsync.compress.recipe import Compressor, Param
 from gradsync.compress.sign import sign
+from gradsync.compress.toml import canonical
 from gradsync.compress.topk import topk
-from gradsync.devices import CodecSpeed
-from gradsync.exchange.desk import Journey
-from gradsync.exchange.memory import Form
-from gradsync.exchange.parcel import Item, Parcel
-from gradsync.exchange.shipping import route_of
-from gradsync.probe.crew import Crew
-from gradsync.trace.tally import Account
-from gradsync.transport.tickets import Promise, Ticket
+from gradsync.exchange.flat import FlatBucket, Form, Item
+from gradsync.exchange.pipeline import Journey
+from gradsync.exchange.sender import route_of
+from gradsync.probe.probe_group import Crew
+from gradsync.trace.tally import CodecTally
+from gradsync.transport.pending import Pending, Promise
 
 _COMPRESSORS: tuple[Compressor, ...] = (
     *(bf16(), fp16(), int8(), int4(), sign()),
@@ -35,11 +34,11 @@ _SMALL = ((64, 64), (64, 96)) * 4
 
 
 class _Alone:
-    """A circle of one: what is sent has arrived."""
+    """A participants of one: what is sent has arrived."""
 
     size, rank, in_memory = 1, 0, False
 
-    def sum(self, flat: torch.Tensor, bucket: int) -> Ticket:
+    def sum(self, flat: torch.Tensor, bucket: int) -> Pending:
         return _arrived()
 
     def sum_share(self, form: Form) -> float:
@@ -48,10 +47,10 @@ class _Alone:
     def sum_way(self, form: Form) -> str:
         return "none"
 
-    def gather(self, rows: torch.Tensor, bucket: int) -> Ticket:
+    def gather(self, rows: torch.Tensor, bucket: int) -> Pending:
         return _arrived()
 
-    def trade(self, rows: torch.Tensor, mine: torch.Tensor, bucket: int) -> Ticket:
+    def trade(self, rows: torch.Tensor, mine: torch.Tensor, bucket: int) -> Pending:
         return _arrived()
 
     def for_sums(self, form: Form) -> torch.Tensor:
@@ -88,14 +87,14 @@ def _journey(crew: Crew, compressor: Compressor, shapes: list[tuple[int, int]]) 
     # Neither from the user's random state nor in the user's default dtype or on the default device.
     generator = torch.Generator("cpu").manual_seed(0)
     gradient = torch.randn(total, generator=generator, dtype=torch.float32, device="cpu").to(crew.device)
-    parcel = Parcel(0, gradient.clone(), items, choice)
+    flat_bucket = FlatBucket(0, gradient.clone(), items, choice)
     if choice.feedback:
-        parcel.residual = torch.zeros_like(gradient)
-    route = route_of(choice.codec, parcel, _Alone(), crew.wire, Account())
+        flat_bucket.residual = torch.zeros_like(gradient)
+    route = route_of(choice.codec, flat_bucket, _Alone(), crew.wire, CodecTally())
     trips: list[list[float]] = []
     crew.meet()
     for step in range(3 if crew.brief else 8):
-        parcel.flat.copy_(gradient)
+        flat_bucket.flat.copy_(gradient)
         trips.append(list(_stages(crew, route.go(step))))
     mine = [median(stage) for stage in zip(*trips[1:], strict=True)]  # the first one is never like the others
     return [median(each) for each in zip(*crew.tell(mine), strict=True)]
@@ -114,7 +113,7 @@ def _stages(crew: Crew, journey: Journey) -> Iterator[float]:
         yield clock() - begun
 
 
-def _arrived() -> Ticket:
-    ticket = Promise("nothing", 0, 0)
-    ticket.finish()
-    return ticket
+def _arrived() -> Pending:
+    pending = Promise("nothing", 0, 0)
+    pending.finish()
+    return pending

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from math import ceil
 from typing import NamedTuple
 
-from gradsync.probe.crew import Crew
-from gradsync.transport.gauge import measure_pairs
+from gradsync.probe.probe_group import Crew
+from gradsync.transport.link_speed import measure_pairs
 from gradsync.units import show_bits
 
 _SLOW = 0.5  # of what the faster quarter has

@@ -1,20 +1,39 @@
-"""The numbers of a report: flat for machines, and with their meaning for people."""
+"""The numbers of a report: flat for machines, and with their meaning for people.
+
+What a report is made of, besides sentences on ranks and links.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from gradsync.report.blame import Blame
-from gradsync.report.findings import Fact
-from gradsync.report.links import Link, SlowLink
 from gradsync.report.overhead import Overhead
-from gradsync.report.said import Said
+from gradsync.report.rank_stats import Said
+from gradsync.report.slow_links import LinkUse, SlowLink
+from gradsync.report.slow_ranks import Blame
 from gradsync.report.table import Table
 from gradsync.report.wording import NOUNS, over_network, show_share, waits_for
 from gradsync.trace.lines import Value
 from gradsync.trace.reader import RunTrace
 from gradsync.units import show_nbytes, show_rate, show_seconds
+
+
+class Fact(NamedTuple):
+    """One number of the report."""
+
+    name: str
+    value: str
+    meaning: str
+
+
+class Warned(NamedTuple):
+    """Something to look at, and what to do."""
+
+    text: str
+    advice: str
+
 
 _WHOLE = 1.05  # of a link's bandwidth: a little more is the error of the measurement
 
@@ -25,7 +44,7 @@ def count(
     overhead: Overhead | None,
     said: Said,
     blame: Sequence[Blame],
-    links: Sequence[Link],
+    links: Sequence[LinkUse],
     slow: Sequence[SlowLink],
 ) -> dict[str, Value]:
     """Everything that is a number, flat; docs/report.md says what each is."""

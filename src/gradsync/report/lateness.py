@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from gradsync.report.table import Table
-from gradsync.trace.lines import Step
+from gradsync.trace.lines import StepLine
 
 PARTS = ("input", "forward", "backward", "optimizer", "encode", "other")
 COMPUTATION = "computation"  # forward, backward and optimizer, slower in proportion
@@ -26,7 +26,7 @@ _NOTABLE = 0.1  # a part this small beside the others proves nothing about the p
 _MOSTLY = 0.6  # of the lateness
 
 
-class Late(NamedTuple):
+class LateRank(NamedTuple):
     """One rank in one step."""
 
     step: int
@@ -35,7 +35,7 @@ class Late(NamedTuple):
     phase: str | None  # one of PARTS, or COMPUTATION; None where it was not late
 
 
-def lateness(table: Table) -> dict[tuple[int, int], Late]:
+def lateness(table: Table) -> dict[tuple[int, int], LateRank]:
     """By (step, rank), of all steps that at least two ranks wrote."""
     found = {}
     for step in table.steps:
@@ -51,20 +51,21 @@ def lateness(table: Table) -> dict[tuple[int, int], Late]:
             phase = None
             if late_s > 0:
                 phase = blamed(parts[rank], {name: medians[rank] for name, medians in usual_parts.items()})
-            found[step, rank] = Late(step, rank, late_s, phase)
+            found[step, rank] = LateRank(step, rank, late_s, phase)
     return found
 
 
-def own_s(step: Step) -> float:
+def own_s(step: StepLine) -> float:
     """A rank's own work, within the step: a file may say anything."""
     return min(max(0.0, step.own_s), step.step_s)
 
 
-def own_parts(step: Step) -> dict[str, float]:
+def own_parts(step: StepLine) -> dict[str, float]:
     """A rank's own work by what it was; compressing happens inside backward, what is in no phase is other.
 
-    >>> from gradsync.trace.lines import Phase
-    >>> step = Step(1, 0.0, 9.0, [Phase("input", 0, 1), Phase("backward", 2, 6), Phase("wait", 6, 9)], encode_s=1.0)
+    >>> from gradsync.trace.lines import StepPart
+    >>> parts = [StepPart("input", 0, 1), StepPart("backward", 2, 6), StepPart("wait", 6, 9)]
+    >>> step = StepLine(1, 0.0, 9.0, parts, encode_s=1.0)
     >>> own_parts(step)
     {'input': 1.0, 'forward': 0.0, 'backward': 3.0, 'optimizer': 0.0, 'encode': 1.0, 'other': 1.0}
     """
@@ -80,11 +81,11 @@ def own_parts(step: Step) -> dict[str, float]:
     return parts
 
 
-def handing_over_s(step: Step) -> float:
+def handing_over_s(step: StepLine) -> float:
     """Of what is in no phase, the part between backward and the wait: gradients are packed, and handed over.
 
-    >>> from gradsync.trace.lines import Phase
-    >>> handing_over_s(Step(1, 0.0, 9.0, [Phase("backward", 2, 6), Phase("wait", 7.5, 9)]))
+    >>> from gradsync.trace.lines import StepPart
+    >>> handing_over_s(StepLine(1, 0.0, 9.0, [StepPart("backward", 2, 6), StepPart("wait", 7.5, 9)]))
     1.5
     """
     backwards = [phase.stop for phase in step.phases if phase.name == "backward"]

@@ -16,7 +16,7 @@ from statistics import fmean, median
 
 from gradsync.report.lateness import own_s
 from gradsync.report.table import Table
-from gradsync.trace.lines import Step
+from gradsync.trace.lines import StepLine
 
 _SELDOM = 0.2  # of the steps without any communication: then it is not every step that synchronizes
 
@@ -94,19 +94,19 @@ def measure(table: Table) -> Overhead | None:
     )
 
 
-def exposed(cell: Step) -> float:
+def exposed(cell: StepLine) -> float:
     """What a rank waited with nothing to compute, within the step: a file may say anything."""
     return min(max(0.0, cell.exposed_s), cell.step_s)
 
 
-def middle_half(rows: Sequence[Mapping[int, Step]]) -> list[Mapping[int, Step]]:
+def middle_half(rows: Sequence[Mapping[int, StepLine]]) -> list[Mapping[int, StepLine]]:
     """Rows of the middle half, by the length of the step."""
     ordered = sorted(rows, key=lambda row: median(cell.step_s for cell in row.values()))
     cut = len(ordered) // 4
     return ordered[cut : len(ordered) - cut]
 
 
-def _split(row: Mapping[int, Step]) -> tuple[float, dict[int, float]]:
+def _split(row: Mapping[int, StepLine]) -> tuple[float, dict[int, float]]:
     """How long ranks waited for others on the average in one step, and for whom."""
     ready = sorted((own_s(cell), rank) for rank, cell in row.items())
     charges = dict.fromkeys(row, 0.0)
@@ -121,7 +121,7 @@ def _split(row: Mapping[int, Step]) -> tuple[float, dict[int, float]]:
     return total / len(row), charges
 
 
-def _is_seldom(rows: Sequence[Mapping[int, Step]]) -> bool:
+def _is_seldom(rows: Sequence[Mapping[int, StepLine]]) -> bool:
     """Whether many steps, but not all, have nothing to do with others."""
     idle = sum(all(not cell.comm_s and not cell.exposed_s and not cell.nbytes for cell in row.values()) for row in rows)
     return _SELDOM * len(rows) <= idle < len(rows)

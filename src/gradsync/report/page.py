@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
 
-from gradsync.report.happened import first_event
 from gradsync.report.lateness import lateness
-from gradsync.report.pictures.heat import draw_heat
-from gradsync.report.pictures.overhead import draw_overhead
-from gradsync.report.pictures.parameters import draw_parameters
-from gradsync.report.pictures.staleness import draw_staleness
+from gradsync.report.pictures.escape import name, shown
+from gradsync.report.pictures.heat_map import draw_heat
+from gradsync.report.pictures.overhead_chart import draw_overhead
+from gradsync.report.pictures.parameter_table import draw_parameters
+from gradsync.report.pictures.staleness_chart import draw_staleness
 from gradsync.report.pictures.timeline import draw_timeline
-from gradsync.report.pictures.words import name, shown
+from gradsync.report.post_mortem.first_event import first_event
 from gradsync.report.summary import Summary
 from gradsync.report.table import tabulate
 from gradsync.trace.lines import Error, Health

@@ -8,15 +8,15 @@ from math import inf
 from typing import TypeVar
 
 from gradsync.report import facts
-from gradsync.report.blame import FEWEST, Blame, find_blame
-from gradsync.report.culprits import causes_in
-from gradsync.report.findings import Fact, Warned
-from gradsync.report.last_seen import last_seen
-from gradsync.report.links import SlowLink, find_slow_links, sum_links
+from gradsync.report.facts import Fact, Warned
+from gradsync.report.headline import say
 from gradsync.report.overhead import measure
-from gradsync.report.said import choice_of, listen
+from gradsync.report.post_mortem.failures import causes_in
+from gradsync.report.post_mortem.last_seen import last_seen
+from gradsync.report.rank_stats import choice_of, listen
+from gradsync.report.slow_links import SlowLink, find_slow_links, sum_links
+from gradsync.report.slow_ranks import FEWEST, Blame, find_blame
 from gradsync.report.table import Table, tabulate
-from gradsync.report.verdict import say
 from gradsync.report.warnings import warn
 from gradsync.report.wording import clean
 from gradsync.trace.lines import Error, Health, Value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from gradsync.trace.lines import Step
+from gradsync.trace.lines import StepLine
 from gradsync.trace.reader import RankTrace, RunTrace
 
 
@@ -16,9 +16,9 @@ class Table:
     ranks: list[int]
     steps: list[int]  # rising
     first: int | None  # the run's first step, which is different: compiling, allocating, laying out buckets
-    rows: dict[int, dict[int, Step]] = field(repr=False)  # by step, then by rank
+    rows: dict[int, dict[int, StepLine]] = field(repr=False)  # by step, then by rank
 
-    def cell(self, step: int, rank: int) -> Step | None:
+    def cell(self, step: int, rank: int) -> StepLine | None:
         """What one rank wrote of one step."""
         return self.rows.get(step, {}).get(rank)
 
@@ -33,14 +33,14 @@ class Table:
         kept = [each for each in self.steps if each > step]
         return Table(self.ranks, kept, None, {each: self.rows[each] for each in kept})
 
-    def column(self, rank: int) -> Iterator[Step]:
+    def column(self, rank: int) -> Iterator[StepLine]:
         """One rank's steps, in order."""
         return (row[rank] for step in self.steps if rank in (row := self.rows[step]))
 
 
 def tabulate(run: RunTrace, last: int | None = None) -> Table:
     """All steps of a run, or its last few."""
-    rows: dict[int, dict[int, Step]] = {}
+    rows: dict[int, dict[int, StepLine]] = {}
     for rank, trace in run.ranks.items():
         for step in _latest(trace):
             rows.setdefault(step.step, {})[rank] = step
@@ -50,7 +50,7 @@ def tabulate(run: RunTrace, last: int | None = None) -> Table:
     return Table(sorted(run.ranks), kept, first, {step: rows[step] for step in kept})
 
 
-def _latest(trace: RankTrace) -> Sequence[Step]:
+def _latest(trace: RankTrace) -> Sequence[StepLine]:
     """The steps since a run last began in this folder: there, their numbers fall back."""
     steps = trace.steps
     begin = 0

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from statistics import median
 
-from gradsync.report.blame import FEWEST
-from gradsync.report.findings import Warned
-from gradsync.report.links import Link
+from gradsync.report.facts import Warned
 from gradsync.report.overhead import Overhead
-from gradsync.report.overlapping import warn_of_overlap
-from gradsync.report.said import Said
-from gradsync.report.seldom import warn_of_times
+from gradsync.report.overlap_warning import warn_of_overlap
+from gradsync.report.rank_stats import Said
+from gradsync.report.rare_steps import warn_of_times
+from gradsync.report.slow_links import LinkUse
+from gradsync.report.slow_ranks import FEWEST
 from gradsync.report.table import Table
 from gradsync.report.wording import listed, printable, show_share, source_of
 from gradsync.trace.flight import Moment
@@ -29,7 +29,7 @@ _LOST = 1e-3  # of segments
 _SEGMENT_NBYTES = 1448
 
 
-def warn(run: RunTrace, table: Table, overhead: Overhead | None, said: Said, links: Sequence[Link]) -> list[Warned]:
+def warn(run: RunTrace, table: Table, overhead: Overhead | None, said: Said, links: Sequence[LinkUse]) -> list[Warned]:
     """All that there is to say, what makes the report itself doubtful first."""
     found = [*_files(run), *_cut(run), *_ends(run)]
     if overhead is not None:
@@ -130,7 +130,7 @@ def _buckets(run: RunTrace, overhead: Overhead) -> Iterable[Warned]:
         )
 
 
-def _retransmits(links: Sequence[Link]) -> Iterable[Warned]:
+def _retransmits(links: Sequence[LinkUse]) -> Iterable[Warned]:
     for link in links:
         if link.retransmits > max(10, _LOST * link.nbytes / _SEGMENT_NBYTES):
             to = f"rank {link.peer}" if link.peer is not None else link.address

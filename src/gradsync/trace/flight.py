@@ -45,7 +45,7 @@ class Moment(enum.IntEnum):
     LEFT = 12
 
 
-class Entry(NamedTuple):
+class FlightEntry(NamedTuple):
     """One moment."""
 
     number: int
@@ -79,7 +79,7 @@ class Flight:
         self._memory.close()
 
 
-def read_flight(path: Path) -> list[Entry]:
+def read_flight(path: Path) -> list[FlightEntry]:
     """What a record holds, oldest first; nothing if it is none."""
     try:
         content = files.beginning(path, NBYTES)
@@ -91,10 +91,10 @@ def read_flight(path: Path) -> list[Entry]:
     return sorted(entry for entry in slots if entry is not None)
 
 
-def _decode(content: bytes, slot: int) -> Entry | None:
+def _decode(content: bytes, slot: int) -> FlightEntry | None:
     number, at, step, moment, bucket, again = _SLOT.unpack_from(content, _FIRST + slot * _SIZE)
     if not number or number != again or number % _NUM_SLOTS != slot or not math.isfinite(at):
         return None
     if moment not in Moment._value2member_map_:
         return None
-    return Entry(number, at, step, Moment(moment), bucket if bucket >= 0 else None)
+    return FlightEntry(number, at, step, Moment(moment), bucket if bucket >= 0 else None)

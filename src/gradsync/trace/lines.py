@@ -26,7 +26,7 @@ Value = float | int | str | None
 Json = dict[str, Any]
 
 
-class Phase(NamedTuple):
+class StepPart(NamedTuple):
     """A part of a step: input, forward, backward, optimizer, or wait."""
 
     name: str
@@ -59,7 +59,7 @@ def arrived_by(bucket: BucketTimes) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunHeader:
     """Who writes."""
 
     kind: ClassVar[str] = "run"
@@ -95,7 +95,7 @@ class BucketPlan(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class BucketLayout:
     """The buckets, from this step on."""
 
     kind: ClassVar[str] = "layout"
@@ -104,14 +104,14 @@ class Layout:
 
 
 @dataclass(slots=True)  # not frozen: there is one in every step, and to freeze it takes three times as long
-class Step:
+class StepLine:
     """From the end of one synchronization to the end of the next."""
 
     kind: ClassVar[str] = "step"
     step: int
     at: float
     step_s: float
-    phases: list[Phase]
+    phases: list[StepPart]
     exposed_s: float = 0.0
     comm_s: float = 0.0
     nbytes: int = 0
@@ -137,7 +137,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
+class ClockShift:
     """Add `offset_s` to this rank's clock to get rank 0's."""
 
     kind: ClassVar[str] = "clock"
@@ -146,7 +146,7 @@ class Clock:
     error_s: float
 
 
-class Wire(NamedTuple):
+class SocketLine(NamedTuple):
     """One connection, since the last time."""
 
     peer: int | None  # its rank, where known
@@ -158,12 +158,12 @@ class Wire(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Wires:
+class SocketLines:
     """All connections of our groups."""
 
     kind: ClassVar[str] = "wires"
     step: int
-    wires: list[Wire]
+    wires: list[SocketLine]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ class Stats:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PlanChoice:
     """From this step on `gs.auto()` runs with this plan."""
 
     kind: ClassVar[str] = "choice"
@@ -212,7 +212,7 @@ class Error:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class RankEnd:
     """This rank left in good order."""
 
     kind: ClassVar[str] = "end"
@@ -220,4 +220,4 @@ class End:
     why: str
 
 
-Line = Run | Layout | Step | Clock | Wires | Stats | Choice | Health | Error | End
+Line = RunHeader | BucketLayout | StepLine | ClockShift | SocketLines | Stats | PlanChoice | Health | Error | RankEnd

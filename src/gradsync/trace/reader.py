@@ -13,9 +13,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gradsync import files
-from gradsync.trace.flight import Entry, read_flight
-from gradsync.trace.lines import Choice, Clock, End, Error, Health, Layout, Line, Run, Stats, Step, Wires
-from gradsync.trace.notation import Unreadable, from_json
+from gradsync.trace.flight import FlightEntry, read_flight
+from gradsync.trace.json_lines import Unreadable, from_json
+from gradsync.trace.lines import (
+    BucketLayout,
+    ClockShift,
+    Error,
+    Health,
+    Line,
+    PlanChoice,
+    RankEnd,
+    RunHeader,
+    SocketLines,
+    Stats,
+    StepLine,
+)
 
 _NAME = re.compile(r"rank-(0|[1-9][0-9]{0,6})\.jsonl")
 _MAX_LINE_NBYTES = 64 << 20  # the parameters of a very large model
@@ -30,17 +42,17 @@ _MOST_FOLDERS = 8  # in a sentence
 class RankTrace:
     """All that one rank wrote."""
 
-    run: Run
-    layouts: list[Layout] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
-    clocks: list[Clock] = field(default_factory=list)
-    wires: list[Wires] = field(default_factory=list)
+    run: RunHeader
+    layouts: list[BucketLayout] = field(default_factory=list)
+    steps: list[StepLine] = field(default_factory=list)
+    clocks: list[ClockShift] = field(default_factory=list)
+    wires: list[SocketLines] = field(default_factory=list)
     stats: list[Stats] = field(default_factory=list)
-    choices: list[Choice] = field(default_factory=list)
+    choices: list[PlanChoice] = field(default_factory=list)
     health: list[Health] = field(default_factory=list)
     errors: list[Error] = field(default_factory=list)
-    end: End | None = None
-    flight: list[Entry] = field(default_factory=list)
+    end: RankEnd | None = None
+    flight: list[FlightEntry] = field(default_factory=list)
     num_unreadable: int = 0  # lines that were none of ours
     num_earlier: int = 0  # runs in the same file before this one: it was started again
 
@@ -52,23 +64,23 @@ class RankTrace:
     def add(self, line: Line) -> None:
         """One more line."""
         match line:
-            case Layout():
+            case BucketLayout():
                 self.layouts.append(line)
-            case Step():
+            case StepLine():
                 self.steps.append(line)
-            case Clock():
+            case ClockShift():
                 self.clocks.append(line)
-            case Wires():
+            case SocketLines():
                 self.wires.append(line)
             case Stats():
                 self.stats.append(line)
-            case Choice():
+            case PlanChoice():
                 self.choices.append(line)
             case Health():
                 self.health.append(line)
             case Error():
                 self.errors.append(line)
-            case End():
+            case RankEnd():
                 self.end = line
 
 
@@ -155,7 +167,7 @@ class Follower:
                     self._refused[rank] = str(error).partition(": {")[0]
                 continue
             trace = self._traces.get(rank)
-            if isinstance(line, Run) and line.rank == rank and _is_possible(line):
+            if isinstance(line, RunHeader) and line.rank == rank and _is_possible(line):
                 if trace is None or (trace.run.pid, trace.run.started) != (line.pid, line.started):
                     self._traces[rank] = RankTrace(line, num_earlier=0 if trace is None else trace.num_earlier + 1)
             elif trace is not None:
@@ -165,7 +177,7 @@ class Follower:
             self._traces[rank].flight = read_flight(path.with_name(f"rank-{rank}.flight"))
 
 
-def _is_possible(run: Run) -> bool:
+def _is_possible(run: RunHeader) -> bool:
     return run.world_size <= _MOST_RANKS and run.rank in run.group and len(run.group) == run.world_size
 
 

@@ -15,7 +15,7 @@ import torch
 from gradsync.trace.timers import Moment
 
 
-class Span(NamedTuple):
+class CodecSpan(NamedTuple):
     """Something that a bucket's compressor did in a step: encode_s or decode_s."""
 
     what: str
@@ -24,7 +24,7 @@ class Span(NamedTuple):
 
 
 @dataclass(slots=True)
-class Account:
+class CodecTally:
     """One compressor's."""
 
     way: str = ""  # how its payloads travelled last
@@ -48,7 +48,7 @@ class Account:
         self.settle()  # else events would pile up where nobody asks for stats
 
     @contextmanager
-    def timing(self, what: str, device: torch.device, spans: list[Span]) -> Iterator[None]:
+    def timing(self, what: str, device: torch.device, spans: list[CodecSpan]) -> Iterator[None]:
         """Take the time of what happens inside, for `spans` too: on the host, or on a device without waiting."""
         if device.type == "cuda":
             first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -56,12 +56,12 @@ class Account:
             yield
             last.record()
             self.events.append((what, first, last))
-            spans.append(Span(what, first, last))
+            spans.append(CodecSpan(what, first, last))
             return
         begun = time.perf_counter()
         yield
         ended = time.perf_counter()
-        spans.append(Span(what, begun, ended))
+        spans.append(CodecSpan(what, begun, ended))
         self._add(what, ended - begun)
 
     def settle(self) -> None:
@@ -78,11 +78,11 @@ class Tally:
     """All compressors of a plan, and the last audit."""
 
     def __init__(self) -> None:
-        self.accounts: dict[str, Account] = {}
+        self.accounts: dict[str, CodecTally] = {}
         self._audit: tuple[int, torch.Tensor] | None = None  # the step, and Σ a², Σ b², Σ ab, Σ (a − b)²
 
-    def account(self, label: str) -> Account:
-        return self.accounts.setdefault(label, Account())
+    def account(self, label: str) -> CodecTally:
+        return self.accounts.setdefault(label, CodecTally())
 
     def audit(self, step: int, averaged: torch.Tensor, exact: torch.Tensor) -> None:
         """Compare what compression made of a bucket with the exact mean; buckets of one step are added up."""

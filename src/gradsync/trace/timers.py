@@ -1,12 +1,15 @@
 """Moments, and when they were: on the host a number, on a GPU an event that the stream will pass.
 
 Nobody waits for an event: a step's line is written when the last of its events has passed.
+
+Our parts of a step by name in `torch.profiler`; nothing, and no cost, while it does not run.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -79,3 +82,13 @@ def timer_for(devices: set[torch.device]) -> Timer:
     """That of the one GPU that these are; with several, or none, the host's."""
     first, *others = sorted(devices, key=str) or [torch.device("cpu")]
     return DeviceTimer(first) if first.type == "cuda" and not others else HostTimer()
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def span(name: str, bucket: int = -1) -> AbstractContextManager[object]:
+    """What happens inside shows as "gradsync: launch bucket 3", say."""
+    if not torch._C._autograd._profiler_enabled():
+        return _NOTHING
+    return torch.profiler.record_function(f"gradsync: {name}" + (f" bucket {bucket}" if bucket >= 0 else ""))

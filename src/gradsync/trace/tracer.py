@@ -20,9 +20,9 @@ from typing import TypeVar
 from gradsync.trace.detail import FIRST, is_detailed, is_rare
 from gradsync.trace.flight import Flight
 from gradsync.trace.flight import Moment as Flown
-from gradsync.trace.lines import BucketTimes, End, Error, Health, Line, Phase, Stats, Step, Value
+from gradsync.trace.lines import BucketTimes, Error, Health, Line, RankEnd, Stats, StepLine, StepPart, Value
 from gradsync.trace.recorder import StepRecord
-from gradsync.trace.tally import Span
+from gradsync.trace.tally import CodecSpan
 from gradsync.trace.timers import HostTimer, Moment, Timer
 from gradsync.trace.writer import Writer
 
@@ -36,7 +36,7 @@ Report = Callable[[], dict[str, Value]]
 
 
 @dataclass(slots=True)
-class Trip:
+class BucketTrip:
     """A bucket's way through a step, as it happens."""
 
     bucket: int
@@ -46,7 +46,7 @@ class Trip:
     wait_from: Moment | None = None
     wait_to: Moment | None = None
     done: Moment | None = None
-    spans: list[Span] = field(default_factory=list)
+    spans: list[CodecSpan] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class Draft:
     at: Moment
     phases: list[tuple[str, Moment, Moment]] = field(default_factory=list)
     gradients: list[tuple[int, Moment]] = field(default_factory=list)
-    trips: list[Trip] = field(default_factory=list)
+    trips: list[BucketTrip] = field(default_factory=list)
     header: tuple[Moment, Moment] | None = None
     comm_s: float = 0.0
     nbytes: int = 0
@@ -183,7 +183,7 @@ class Tracer:
         self,
         step: int,
         counts: bool,
-        trips: Iterable[Trip] = (),
+        trips: Iterable[BucketTrip] = (),
         header: tuple[Moment, Moment] | None = None,
         sent_nbytes: int | None = None,
         raw_nbytes: int | None = None,
@@ -232,7 +232,7 @@ class Tracer:
         self._flush()
         self._note(self.step, Flown.LEFT)
         self.writer.write(Stats(self.step, self.stats()))
-        self.writer.write(End(self.step, why))
+        self.writer.write(RankEnd(self.step, why))
         self.writer.close()
         if self._flight is not None:
             self._flight.close()
@@ -255,10 +255,10 @@ class Tracer:
 def _nowhere(step: int, moment: Flown, bucket: int = -1) -> None: ...
 
 
-def _line(draft: Draft, timer: Timer) -> Step:
+def _line(draft: Draft, timer: Timer) -> StepLine:
     read = timer.read
     at = read(draft.at)
-    line = Step(draft.step, at, read(draft.end) - at, _in_order(draft.phases, at, read))
+    line = StepLine(draft.step, at, read(draft.end) - at, _in_order(draft.phases, at, read))
     for phase in line.phases:
         if phase[0] == "wait":
             line.exposed_s += phase[2] - phase[1]
@@ -273,7 +273,7 @@ def _line(draft: Draft, timer: Timer) -> Step:
     return line
 
 
-def _add_details(line: Step, draft: Draft, timer: Timer) -> None:
+def _add_details(line: StepLine, draft: Draft, timer: Timer) -> None:
     read, at = timer.read, line.at
 
     def offset(moment: Moment | None) -> float | None:
@@ -285,24 +285,26 @@ def _add_details(line: Step, draft: Draft, timer: Timer) -> None:
         line.header = (read(draft.header[0]) - at, read(draft.header[1]) - at)
 
 
-def _in_order(phases: Iterable[tuple[str, Moment, Moment]], at: float, read: Callable[[Moment], float]) -> list[Phase]:
+def _in_order(
+    phases: Iterable[tuple[str, Moment, Moment]], at: float, read: Callable[[Moment], float]
+) -> list[StepPart]:
     """One after the other: the host may begin to wait while the device, which is behind, still computes.
 
     >>> _in_order([("backward", 11.0, 13.0), ("wait", 12.0, 14.0)], 10.0, float)
-    [Phase(name='backward', start=1.0, stop=3.0), Phase(name='wait', start=3.0, stop=4.0)]
+    [StepPart(name='backward', start=1.0, stop=3.0), StepPart(name='wait', start=3.0, stop=4.0)]
     """
-    ordered: list[Phase] = []
+    ordered: list[StepPart] = []
     latest = 0.0
     for name, begun, ended in phases:
         start, stop = read(begun) - at, read(ended) - at
         if start < latest:
             start = latest
         latest = stop if stop > start else start
-        ordered.append(Phase(name, start, latest))
+        ordered.append(StepPart(name, start, latest))
     return ordered
 
 
-def _times(trip: Trip, timer: Timer, offset: Callable[[Moment | None], float | None]) -> BucketTimes:
+def _times(trip: BucketTrip, timer: Timer, offset: Callable[[Moment | None], float | None]) -> BucketTimes:
     encoded = next((span.stop for span in trip.spans if span.what == "encode_s"), trip.launched)
     return BucketTimes(
         trip.bucket, offset(trip.ready), offset(trip.launched), offset(encoded), offset(trip.done),
@@ -311,5 +313,5 @@ def _times(trip: Trip, timer: Timer, offset: Callable[[Moment | None], float | N
     )  # fmt: skip
 
 
-def _seconds(spans: Iterable[Span], what: str, timer: Timer) -> float:
+def _seconds(spans: Iterable[CodecSpan], what: str, timer: Timer) -> float:
     return sum([timer.read(span.stop) - timer.read(span.start) for span in spans if span.what == what])

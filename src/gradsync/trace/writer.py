@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from gradsync import files
-from gradsync.trace.lines import Choice, Clock, Layout, Line, Run
-from gradsync.trace.notation import to_json
+from gradsync.trace.json_lines import to_json
+from gradsync.trace.lines import BucketLayout, ClockShift, Line, PlanChoice, RunHeader
 
 LIMIT_NBYTES = 64 << 20
 
@@ -21,12 +21,12 @@ LIMIT_NBYTES = 64 << 20
 class Writer:
     """Appends lines; see `lines`."""
 
-    def __init__(self, folder: Path, run: Run, limit_nbytes: int = LIMIT_NBYTES) -> None:
+    def __init__(self, folder: Path, run: RunHeader, limit_nbytes: int = LIMIT_NBYTES) -> None:
         self.path = folder / f"rank-{run.rank}.jsonl"
         self._limit_nbytes = limit_nbytes
         self._pid = os.getpid()
         # What a reader of the newer half needs too.
-        self._opening: dict[type, Line] = {Run: run}
+        self._opening: dict[type, Line] = {RunHeader: run}
         self._fd = -1
         self._nbytes = 0
         try:
@@ -39,7 +39,7 @@ class Writer:
     def write(self, *lines: Line) -> None:
         """More lines, at once; nothing if the file is closed, or in a forked child."""
         for line in lines:
-            if isinstance(line, Layout | Clock | Choice):
+            if isinstance(line, BucketLayout | ClockShift | PlanChoice):
                 self._opening[type(line)] = line
         if self._fd < 0 or os.getpid() != self._pid:
             return

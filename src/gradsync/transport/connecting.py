@@ -27,8 +27,8 @@ from typing import Any, Generic, TypeVar
 from torch._C._distributed_c10d import Store
 
 from gradsync.errors import GradSyncError
-from gradsync.transport.tickets import Promise
-from gradsync.transport.wires import listeners
+from gradsync.transport.pending import Promise
+from gradsync.transport.sockets import listeners
 
 T = TypeVar("T")
 

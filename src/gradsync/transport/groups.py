@@ -44,7 +44,7 @@ from torch._C._distributed_c10d import (
 )
 
 from gradsync.transport.connecting import Attempt, PolledStore
-from gradsync.transport.wires import connections
+from gradsync.transport.sockets import connections
 
 MESSAGES, HOUSE, BRIDGE = "messages", "house", "bridge"
 _NEVER = timedelta(seconds=1e7)  # more overflows its clock; see [Gloo's own time-out]

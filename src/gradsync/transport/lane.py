@@ -31,20 +31,20 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from gradsync.cluster import Hosts
 from gradsync.errors import JOIN, NotEnoughMemory, PeerLost, SyncTimeout, listed, place
 from gradsync.kernels.library import MAX_RANKS, load
-from gradsync.links import Hosts
-from gradsync.policy import Guard
-from gradsync.transport.clock import Awake
+from gradsync.plan.guard import Guard
+from gradsync.transport.abandoned import AbandonedLane, abandon, let_go
+from gradsync.transport.awake_clock import Awake
+from gradsync.transport.blame import Sights, account, blame, is_lost, late, lost, stopped, way_out
 from gradsync.transport.connecting import Attempt
-from gradsync.transport.courier import Courier
-from gradsync.transport.ending import Estate, abandon, let_go
 from gradsync.transport.groups import Groups, group_of
+from gradsync.transport.heartbeat import Phase
+from gradsync.transport.lane_thread import LaneThread
 from gradsync.transport.liveness import Liveness
-from gradsync.transport.page import Phase
-from gradsync.transport.team import Team
-from gradsync.transport.tickets import Collective, Errand, Notice, Ticket
-from gradsync.transport.verdict import Sights, account, blame, is_lost, late, lost, stopped, way_out
+from gradsync.transport.pending import Collective, Errand, Notice, Pending
+from gradsync.transport.shared_memory import Team
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -78,11 +78,11 @@ class Lane:
         self._dates = threading.local()
         self._guard = guard
         self._timeout = timeout
-        self._under_way: deque[Ticket] = deque()  # oldest first: an error names the first bucket among them
+        self._under_way: deque[Pending] = deque()  # oldest first: an error names the first bucket among them
         self._joining = threading.Lock()  # a thread of the exchange launches too
-        self._couriers = [Courier()]
+        self._lane_threads = [LaneThread()]
         self._notice: Notice | None = None  # the last one
-        self._house: list[Team] = []  # our team, where there is one
+        self._within_hosts: list[Team] = []  # our team, where there is one
         self.boards = True  # whether messages to all go by the team's boards, on which one must be read before the next
         self.has_library = True  # the C library, on every rank
         self.lacks = ""  # why there is no team though ranks share a host
@@ -93,9 +93,11 @@ class Lane:
         ours = weakref.WeakMethod(self.connect)  # the groups must not keep the lane
         groups.connect = lambda make, what: _held(ours)(make, what)
         # At exit: a collective that fails after the interpreter is gone would crash the process.
-        estate = Estate(self._under_way, groups, self._house, self._couriers, liveness, os.getpid())
-        self._end = weakref.finalize(self, abandon, estate)
-        self._dropped = weakref.finalize(self, let_go, estate, timeout)  # the later one is called first
+        abandoned = AbandonedLane(
+            self._under_way, groups, self._within_hosts, self._lane_threads, liveness, os.getpid()
+        )
+        self._end = weakref.finalize(self, abandon, abandoned)
+        self._dropped = weakref.finalize(self, let_go, abandoned, timeout)  # the later one is called first
         self._dropped.atexit = False
 
     @property
@@ -137,12 +139,12 @@ class Lane:
     @property
     def team(self) -> Team | None:
         """The ranks of this host, if they can reduce in shared memory."""
-        return self._house[0] if self._house else None
+        return self._within_hosts[0] if self._within_hosts else None
 
     @property
     def one_host(self) -> bool:
         """Whether the team is the whole group."""
-        return bool(self._house) and len(self.hosts) == 1
+        return bool(self._within_hosts) and len(self.hosts) == 1
 
     def open_team(self, board_nbytes: int) -> None:
         """Make the teams of all hosts, if ranks share any; every rank of the group calls this.
@@ -167,7 +169,7 @@ class Lane:
         ours = weakref.WeakMethod(self.exchange)  # the team outlives the lane for a moment: it must not keep it
         pidfds = self.liveness.pidfds()
         try:
-            self._house.append(Team(lambda row: _held(ours)(row), mine, self.groups.rank, pidfds, board_nbytes))
+            self._within_hosts.append(Team(lambda row: _held(ours)(row), mine, self.groups.rank, pidfds, board_nbytes))
         except NotEnoughMemory as error:
             self.lacks = str(error)
 
@@ -190,40 +192,40 @@ class Lane:
 
     def launch(
         self, issue: Callable[[], dist.Work], what: str, nbytes: int, bucket: int = -1, on_host: bool = True
-    ) -> Ticket:
+    ) -> Pending:
         """Issue a collective now; `what` is how an error names it."""
         try:
-            ticket = Collective(issue(), what, nbytes, bucket, on_host)
+            pending = Collective(issue(), what, nbytes, bucket, on_host)
         except RuntimeError as error:
             self._fail(what, bucket, error)
-        return self.follow(ticket) if on_host else ticket
+        return self.follow(pending) if on_host else pending
 
-    def follow(self, ticket: Ticket) -> Ticket:
+    def follow(self, pending: Pending) -> Pending:
         """Know of what somebody else has launched: an error may name it, and at the end it is not left alone."""
         with self._joining:
             while self._under_way and (self._under_way[0].succeeded or self._under_way[0].refused):
                 self._under_way.popleft()
-            self._under_way.append(ticket)
-        return ticket
+            self._under_way.append(pending)
+        return pending
 
     def send(self, run: Callable[[], None], what: str, nbytes: int, bucket: int = -1) -> Errand:
         """Have the lane's thread do it, after all it was asked for before."""
         errand = Errand(run, what, nbytes, bucket)
         self.follow(errand)
-        self._couriers[0].take(errand)
+        self._lane_threads[0].take(errand)
         return errand
 
-    def hire(self) -> Courier:
+    def hire(self) -> LaneThread:
         """One more thread for errands, which ends with the lane."""
-        self._couriers.append(Courier())
-        return self._couriers[-1]
+        self._lane_threads.append(LaneThread())
+        return self._lane_threads[-1]
 
-    def tell_all(self, row: torch.Tensor, rows: torch.Tensor, what: str) -> Ticket:
+    def tell_all(self, row: torch.Tensor, rows: torch.Tensor, what: str) -> Pending:
         """Start filling `rows` with every rank's `row`, by the fastest way there is."""
-        if self.boards and self.one_host and self._house[0].fits(row):
+        if self.boards and self.one_host and self._within_hosts[0].fits(row):
             if self._notice is not None:
                 self.wait(self._notice)  # the boards hold one message: who sends the next has read the last
-            self._notice = Notice(self._house[0], row, rows, what)
+            self._notice = Notice(self._within_hosts[0], row, rows, what)
             return self.follow(self._notice)
         return self.launch(lambda: self.groups.control.gather(rows, row), what, row.numel())
 
@@ -234,17 +236,17 @@ class Lane:
         self.run(lambda: self.groups.control.gather(rows, row), what)
         return [bytes(each.numpy()) for each in rows]
 
-    def wait(self, ticket: Ticket, timeout: float | None = None) -> None:
-        """Return when the ticket's work has completed (nccl: when the stream will wait for it).
+    def wait(self, pending: Pending, timeout: float | None = None) -> None:
+        """Return when the pending's work has completed (nccl: when the stream will wait for it).
 
         `timeout` in seconds, where it is not the lane's own.
         """
-        if ticket.on_host and not ticket.landed(ticket.patience_s):
-            self._sleep_until(ticket, self._timeout if timeout is None else timeout)
+        if pending.on_host and not pending.landed(pending.patience_s):
+            self._sleep_until(pending, self._timeout if timeout is None else timeout)
         try:
-            ticket.settle()
+            pending.settle()
         except RuntimeError as error:
-            self._fail(ticket.what, ticket.bucket, error)
+            self._fail(pending.what, pending.bucket, error)
 
     def run(self, issue: Callable[[], dist.Work], what: str, on_host: bool = True) -> None:
         """Launch and wait."""
@@ -253,15 +255,15 @@ class Lane:
     @property
     def idle(self) -> bool:
         """Whether nothing is under way."""
-        return all(ticket.landed(0) for ticket in list(self._under_way))
+        return all(pending.landed(0) for pending in list(self._under_way))
 
     def close(self, together: bool) -> None:
         """Leave; `together` if all ranks came to this, so that nothing is under way."""
         self._dropped.detach()
         self.liveness.close()
         if together:
-            for courier in self._couriers:
-                courier.close(_GRACE_S)
+            for lane_thread in self._lane_threads:
+                lane_thread.close(_GRACE_S)
             self.groups.close()
             self._under_way.clear()
             self._end()
@@ -290,36 +292,36 @@ class Lane:
 
     # Waiting
 
-    def _sleep_until(self, ticket: Ticket, timeout: float) -> None:
+    def _sleep_until(self, pending: Pending, timeout: float) -> None:
         before = self.liveness.state
-        self.at(Phase.WAITING, ticket.bucket)
+        self.at(Phase.WAITING, pending.bucket)
         self.liveness.watch(True)
         clock, stopped_at, warned = Awake(), None, False
-        while not ticket.landed(_SLICE_S):
+        while not pending.landed(_SLICE_S):
             waited = clock.look()
             sights = self.liveness.sights()
             if culprits := lost(sights, self.step):
-                self._give_up(culprits, sights, ticket.what, ticket.bucket)
+                self._give_up(culprits, sights, pending.what, pending.bucket)
             if suspects := stopped(sights):
                 stopped_at = waited if stopped_at is None else stopped_at
                 if waited - stopped_at >= _GRACE_S:
-                    self._give_up(self._blamed(sights, suspects), sights, ticket.what, ticket.bucket)
+                    self._give_up(self._blamed(sights, suspects), sights, pending.what, pending.bucket)
             if waited >= timeout:
                 culprits = self._blamed(sights, late(sights, self.step))
-                self._give_up(culprits, sights, ticket.what, ticket.bucket, waited=waited)
+                self._give_up(culprits, sights, pending.what, pending.bucket, waited=waited)
             if not warned and waited >= self._guard.warn_after:
                 warned = True
-                self._warn(waited, sights, ticket)
+                self._warn(waited, sights, pending)
         self.liveness.watch(False)
-        if ticket.succeeded:  # otherwise the wait goes on, for the others' word
+        if pending.succeeded:  # otherwise the wait goes on, for the others' word
             self.liveness.at(self.step, before.phase, before.bucket, before.culprits)
 
     def _blamed(self, sights: Sights, suspects: list[int]) -> list[int]:
         guilty, excused = blame(sights, suspects, self.step)
         return guilty or excused
 
-    def _warn(self, waited: float, sights: Sights, ticket: Ticket) -> None:
-        bucket, what = self._stuck(ticket.what, ticket.bucket)
+    def _warn(self, waited: float, sights: Sights, pending: Pending) -> None:
+        bucket, what = self._stuck(pending.what, pending.bucket)
         blamed = self._blamed(sights, late(sights, self.step))
         who = self._accounts(sights, blamed) or "every rank is here"
         if absent := self.liveness.absent:
@@ -349,7 +351,7 @@ class Lane:
         others = [rank for rank in culprits if rank != self.groups.rank]
         missing = any(is_lost(sights, rank) for rank in others)
         self.liveness.at(self.step, Phase.LOST_PEER if missing else Phase.FAILED, culprits=tuple(culprits))
-        for team in self._house:
+        for team in self._within_hosts:
             team.abandon()
         bucket, name = self._stuck(what, bucket)
         self.stuck_bucket = bucket if bucket >= 0 else None

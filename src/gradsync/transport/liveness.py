@@ -27,17 +27,16 @@ import time
 import weakref
 from collections.abc import Callable
 
+from gradsync.cluster import Hosts
 from gradsync.errors import SyncTimeout
-from gradsync.links import Hosts
-from gradsync.policy import Guard
-from gradsync.transport.clock import MOST_S
+from gradsync.plan.guard import Guard
+from gradsync.transport.awake_clock import MOST_S
+from gradsync.transport.blame import Sight, blame, lost, stopped
 from gradsync.transport.connecting import Attempt
 from gradsync.transport.groups import Groups
-from gradsync.transport.mailbox import Mailbox, RemotePeer
-from gradsync.transport.meeting import Meeting
-from gradsync.transport.page import INITIAL, Page, Phase, State
-from gradsync.transport.peers import LocalPeer, Peer
-from gradsync.transport.verdict import Sight, blame, lost, stopped
+from gradsync.transport.heartbeat import INITIAL, Page, Phase, RankState
+from gradsync.transport.host_meeting import GroupMeeting
+from gradsync.transport.peers import LocalPeer, Mailbox, Peer, RemotePeer
 
 _TICK_S = 0.25
 _AWAKE_S = MOST_S  # a tick that took longer counts as this much: see [Time awake]
@@ -63,7 +62,7 @@ class Liveness:
         self._last_act: Callable[[], None] = _nothing  # and what it does then
         self._curious = False
         me = weakref.ref(self)  # with more, the two would keep each other, and the store, until a collection
-        self._meeting = Meeting(groups, self._page, lambda: _state_of(me()))
+        self._meeting = GroupMeeting(groups, self._page, lambda: _state_of(me()))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="gradsync-liveness", daemon=True)
         if groups.size > 1:
@@ -101,14 +100,14 @@ class Liveness:
     # What this rank says
 
     @property
-    def state(self) -> State:
+    def state(self) -> RankState:
         """What this rank last said of itself."""
         return self._state
 
     def at(self, step: int, phase: Phase, bucket: int = -1, culprits: tuple[int, ...] = ()) -> None:
         """Say where this rank is. Cheap: one write to memory."""
         with self._lock:
-            self._say(State(self._state.beat, step, phase, bucket, culprits))
+            self._say(RankState(self._state.beat, step, phase, bucket, culprits))
         if self._mailbox is not None and phase >= Phase.FAILED:
             self._mailbox.hurry()
 
@@ -230,7 +229,7 @@ class Liveness:
         rank = self._groups.ranks.index(0) if 0 in self._groups.ranks else -1
         return rank if isinstance(self._peers.get(rank), RemotePeer) else None
 
-    def _say(self, state: State) -> None:
+    def _say(self, state: RankState) -> None:
         self._state = state
         if not self._closed:
             self._page.write(state)
@@ -265,5 +264,5 @@ def _now() -> bool:
 def _nothing() -> None: ...
 
 
-def _state_of(liveness: Liveness | None) -> State:
+def _state_of(liveness: Liveness | None) -> RankState:
     return INITIAL if liveness is None else liveness.state

@@ -2,16 +2,27 @@
 
 A peer is anything with `look()`, `dead()`, `listen()`, `silent_s` and `close()`; `liveness` watches a set of
 them. Peers on other hosts are in `mailbox`.
+
+Peers of other hosts, seen through the rendezvous store by a thread of its own.
+
+Store calls may block far beyond their timeouts when the store's host is gone, so no other thread ever makes
+one: a stuck mailbox only means that nothing is heard any more, and `mute_s` tells for how long.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Protocol
 
-from gradsync.transport.page import Page, State
-from gradsync.transport.processes import look_at
+from torch._C._distributed_c10d import Store
+
+from gradsync.transport.heartbeat import INITIAL, Page, RankState, decode, encode
+from gradsync.transport.host_processes import look_at
 
 
 class Peer(Protocol):
@@ -21,7 +32,7 @@ class Peer(Protocol):
     def silent_s(self) -> float:
         """Seconds without a beat, of those in which this process itself was awake."""
 
-    def look(self) -> State:
+    def look(self) -> RankState:
         """What it last said of itself."""
 
     def runs(self) -> bool:
@@ -57,7 +68,7 @@ class LocalPeer:
             page.close()
             return None
 
-    def look(self) -> State:
+    def look(self) -> RankState:
         return self._page.read()
 
     def runs(self) -> bool:
@@ -78,3 +89,119 @@ class LocalPeer:
     def close(self) -> None:
         self._page.close()
         os.close(self.pidfd)
+
+
+_PERIOD_S, _MAX_PERIOD_S = 0.5, 8.0
+_CLOSING_S = 2.0
+
+
+class Mailbox:
+    """Writes our state to the store, and reads that of remote peers while somebody is curious."""
+
+    def __init__(self, store: Store, rank: int, remote: Sequence[int], own: Callable[[], RankState]) -> None:
+        """In `store` everybody's first state is there already, so that nobody waits for it."""
+        self.states: dict[int, RankState] = dict.fromkeys(remote, INITIAL)
+        self.rounds = 0  # how often all peers were read
+        self.mute_s = 0.0
+        self._heard = 0
+        self._curious = False
+        # A connection of its own: a call that blocks must not hold up the user's store.
+        self._store = store.clone()  # type: ignore[attr-defined]  # missing in the stubs
+        self._store.set_timeout(timedelta(seconds=5))
+        self._rank = rank
+        self._own = own
+        self._words: dict[int, RankState] = {}  # of ranks that we speak for
+        self._stop = False
+        self._wake = threading.Event()
+        self._post()
+        self._thread = threading.Thread(target=self._run, name="gradsync-mailbox", daemon=True)
+        self._thread.start()
+
+    def watch(self, curious: bool) -> None:
+        """Whether to read the peers too, in the next turn. Cheap: called around every wait of every step."""
+        if curious and not self._curious:
+            self.mute_s = 0.0
+        self._curious = curious
+
+    def speak_for(self, rank: int, state: RankState) -> None:
+        """A rank of this host cannot post, though its process runs: leave word in its place, in the next turn."""
+        self._words[rank] = state
+
+    def hurry(self) -> None:
+        """Do not wait for the next turn: there is news."""
+        self._wake.set()
+
+    def listen(self, elapsed_s: float) -> None:
+        """After every tick of our own: notice whether the store still answers."""
+        answered = self.rounds != self._heard
+        self._heard = self.rounds
+        self.mute_s = self.mute_s + elapsed_s if self._curious and not answered else 0.0
+
+    def close(self) -> None:
+        """Write the last word and end, or leave the thread behind where the store does not answer."""
+        self._stop = True
+        self._wake.set()
+        self._thread.join(_CLOSING_S)
+
+    def _run(self) -> None:
+        period = _PERIOD_S
+        while not self._stop:
+            self._wake.wait(period)
+            self._wake.clear()
+            try:
+                self._post()
+                if self._curious and not self._stop:
+                    self._fetch()
+                period = _PERIOD_S
+            except RuntimeError:
+                # Tried again, less and less often: until it answers, the store counts as mute.
+                period = min(2 * period, _MAX_PERIOD_S)
+        with contextlib.suppress(RuntimeError):
+            self._post()
+
+    def _post(self) -> None:
+        self._store.set(str(self._rank), encode(self._own()))
+        while self._words:
+            rank, state = self._words.popitem()
+            self._store.set(str(rank), encode(state))
+
+    def _fetch(self) -> None:
+        records = self._store.multi_get([str(rank) for rank in self.states]) if self.states else []
+        for rank, record in zip(self.states, records, strict=True):
+            # Anybody may write to the store: what is no state changes nothing.
+            if (found := decode(bytes(record))) is not None:
+                self.states[rank] = found[1]
+        self.rounds += 1
+
+
+class RemotePeer:
+    """A rank of another host, as the mailbox last saw it."""
+
+    def __init__(self, mailbox: Mailbox, rank: int) -> None:
+        self.silent_s = 0.0
+        self._mailbox = mailbox
+        self._rank = rank
+        self._beat = -1
+        self._round = 0
+        self._unheard_s = 0.0  # since the mailbox last read it
+
+    def look(self) -> RankState:
+        return self._mailbox.states[self._rank]
+
+    def runs(self) -> bool:
+        return False  # a rank of its host that sees it run speaks for it: then it is not silent
+
+    def dead(self) -> bool:
+        return False
+
+    def listen(self, elapsed_s: float) -> None:
+        self._unheard_s += elapsed_s
+        if self._mailbox.rounds == self._round:
+            return
+        self._round = self._mailbox.rounds
+        beat = self.look().beat
+        self.silent_s = self.silent_s + self._unheard_s if beat == self._beat else 0.0
+        self._beat, self._unheard_s = beat, 0.0
+
+    def close(self) -> None:
+        pass

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from gradsync import cgroups
 from gradsync.errors import NotEnoughMemory
+from gradsync.transport import cgroups
 
 _NONCE_NBYTES = 16
 _CARD = struct.Struct("<?qq16s")  # reserved, pid, fd, nonce

@@ -16,12 +16,12 @@ from __future__ import annotations
 import torch
 
 from gradsync.compress.blocks import BlockCodec, partition
-from gradsync.exchange.circle import Circle
-from gradsync.exchange.desk import Journey
-from gradsync.exchange.parcel import Parcel
-from gradsync.exchange.staging import Staged
-from gradsync.kernels.blocks import Mode, decode, encode
-from gradsync.trace.tally import Account
+from gradsync.exchange.flat import FlatBucket
+from gradsync.exchange.participants import Participants
+from gradsync.exchange.pinned import Staged
+from gradsync.exchange.pipeline import Journey
+from gradsync.kernels.block_kernels import Mode, decode, encode
+from gradsync.trace.tally import CodecTally
 
 
 class Gathering:
@@ -29,26 +29,33 @@ class Gathering:
 
     way = "gather"
 
-    def __init__(self, parcel: Parcel, codec: BlockCodec, circle: Circle, wire: torch.device, account: Account) -> None:
+    def __init__(
+        self,
+        flat_bucket: FlatBucket,
+        codec: BlockCodec,
+        participants: Participants,
+        wire: torch.device,
+        account: CodecTally,
+    ) -> None:
         """Every rank of the group makes it at once."""
-        self._parcel, self._codec, self._circle, self._account = parcel, codec, circle, account
-        self._table = partition(codec, [item.span for item in parcel.items], 1, parcel.flat.device).whole
-        rows = circle.for_gathering((circle.size, self._table.nbytes), wire)
-        self._rows = Staged.beside(rows, parcel.flat.device)
-        self.sent_nbytes = 0.0 if circle.in_memory else float((circle.size - 1) * self._table.nbytes)
+        self._flat_bucket, self._codec, self._participants, self._account = flat_bucket, codec, participants, account
+        self._table = partition(codec, [item.span for item in flat_bucket.items], 1, flat_bucket.flat.device).whole
+        rows = participants.for_gathering((participants.size, self._table.nbytes), wire)
+        self._rows = Staged.beside(rows, flat_bucket.flat.device)
+        self.sent_nbytes = 0.0 if participants.in_memory else float((participants.size - 1) * self._table.nbytes)
 
     def go(self, step: int) -> Journey:
-        parcel, rows, code = self._parcel, self._rows, self._codec.code()
-        with self._account.timing("encode_s", parcel.flat.device, parcel.spans):
-            mine = rows.near[self._circle.rank]
-            mode = Mode.NONE if parcel.residual is None else Mode.FEEDBACK
-            key = self._codec.key(step, 2 * self._circle.rank)
-            encode(code, parcel.flat, parcel.residual, self._table, mine, mode, key)
-            rows.down(self._circle.rank)
-        yield self._circle.gather(rows.wire, parcel.index)
-        with self._account.timing("decode_s", parcel.flat.device, parcel.spans):
+        flat_bucket, rows, code = self._flat_bucket, self._rows, self._codec.code()
+        with self._account.timing("encode_s", flat_bucket.flat.device, flat_bucket.spans):
+            mine = rows.near[self._participants.rank]
+            mode = Mode.NONE if flat_bucket.residual is None else Mode.FEEDBACK
+            key = self._codec.key(step, 2 * self._participants.rank)
+            encode(code, flat_bucket.flat, flat_bucket.residual, self._table, mine, mode, key)
+            rows.down(self._participants.rank)
+        yield self._participants.gather(rows.wire, flat_bucket.index)
+        with self._account.timing("decode_s", flat_bucket.flat.device, flat_bucket.spans):
             rows.up()
-            decode(code, rows.near, self._table, parcel.flat)
+            decode(code, rows.near, self._table, flat_bucket.flat)
 
 
 class TwoPhases:
@@ -56,33 +63,40 @@ class TwoPhases:
 
     way = "two_phase"
 
-    def __init__(self, parcel: Parcel, codec: BlockCodec, circle: Circle, wire: torch.device, account: Account) -> None:
+    def __init__(
+        self,
+        flat_bucket: FlatBucket,
+        codec: BlockCodec,
+        participants: Participants,
+        wire: torch.device,
+        account: CodecTally,
+    ) -> None:
         """Every rank of the group makes it at once."""
-        self._parcel, self._codec, self._circle, self._account = parcel, codec, circle, account
-        device = parcel.flat.device
-        parts = partition(codec, [item.span for item in parcel.items], circle.size, device)
-        self._whole, self._part = parts.whole, parts.parts[circle.rank]
-        shape = (circle.size, parts.part_nbytes)
+        self._flat_bucket, self._codec, self._participants, self._account = flat_bucket, codec, participants, account
+        device = flat_bucket.flat.device
+        parts = partition(codec, [item.span for item in flat_bucket.items], participants.size, device)
+        self._whole, self._part = parts.whole, parts.parts[participants.rank]
+        shape = (participants.size, parts.part_nbytes)
         # Our payload, by who answers for it; and our part of everybody's, later the sums of all parts.
-        self._mine = Staged.beside(circle.for_gathering(shape, wire), device)
-        self._theirs = Staged.beside(circle.for_gathering(shape, wire), device)
-        self.sent_nbytes = 2.0 * (circle.size - 1) * parts.part_nbytes
+        self._mine = Staged.beside(participants.for_gathering(shape, wire), device)
+        self._theirs = Staged.beside(participants.for_gathering(shape, wire), device)
+        self.sent_nbytes = 2.0 * (participants.size - 1) * parts.part_nbytes
 
     def go(self, step: int) -> Journey:
-        parcel, code, rank = self._parcel, self._codec.code(), self._circle.rank
-        flat, residual, mine, theirs = parcel.flat, parcel.residual, self._mine, self._theirs
-        with self._account.timing("encode_s", flat.device, parcel.spans):
+        flat_bucket, code, rank = self._flat_bucket, self._codec.code(), self._participants.rank
+        flat, residual, mine, theirs = flat_bucket.flat, flat_bucket.residual, self._mine, self._theirs
+        with self._account.timing("encode_s", flat.device, flat_bucket.spans):
             mode = Mode.NONE if residual is None else Mode.FEEDBACK
             encode(code, flat, residual, self._whole, mine.near.view(-1), mode, self._codec.key(step, 2 * rank))
             mine.down()
-        yield self._circle.trade(theirs.wire, mine.wire.view(-1), parcel.index)
-        with self._account.timing("encode_s", flat.device, parcel.spans):
+        yield self._participants.trade(theirs.wire, mine.wire.view(-1), flat_bucket.index)
+        with self._account.timing("encode_s", flat.device, flat_bucket.spans):
             theirs.up()
             decode(code, theirs.near, self._part, flat)
             mode = Mode.NONE if residual is None else Mode.ABSORB
             encode(code, flat, residual, self._part, theirs.near[rank], mode, self._codec.key(step, 2 * rank + 1))
             theirs.down(rank)
-        yield self._circle.gather(theirs.wire, parcel.index)
-        with self._account.timing("decode_s", flat.device, parcel.spans):
+        yield self._participants.gather(theirs.wire, flat_bucket.index)
+        with self._account.timing("decode_s", flat.device, flat_bucket.spans):
             theirs.up()
             decode(code, theirs.near.view(1, -1), self._whole, flat)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from gradsync.exchange.desk import Journey
+from gradsync.exchange.pipeline import Journey
 
 
 class Route(Protocol):

@@ -4,33 +4,32 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from gradsync.exchange.circle import Circle
-from gradsync.exchange.desk import Journey
-from gradsync.exchange.memory import Form
-from gradsync.exchange.parcel import Parcel
-from gradsync.exchange.staging import Staged
-from gradsync.trace.tally import Account
+from gradsync.exchange.flat import FlatBucket, Form
+from gradsync.exchange.participants import Participants
+from gradsync.exchange.pinned import Staged
+from gradsync.exchange.pipeline import Journey
+from gradsync.trace.tally import CodecTally
 
 
 class Summing(ABC):
     """Encode, add up, decode."""
 
-    def __init__(self, parcel: Parcel, circle: Circle, form: Form, account: Account) -> None:
+    def __init__(self, flat_bucket: FlatBucket, participants: Participants, form: Form, account: CodecTally) -> None:
         """`form` is that of the payload on its way. Every rank of the group makes it at once."""
-        self.way = circle.sum_way(form)
-        self.sent_nbytes = form.numel * form.dtype.itemsize * circle.sum_share(form)
-        self._parcel = parcel
-        self._circle = circle
+        self.way = participants.sum_way(form)
+        self.sent_nbytes = form.numel * form.dtype.itemsize * participants.sum_share(form)
+        self._flat_bucket = flat_bucket
+        self._participants = participants
         self._account = account
-        self._payload = Staged.beside(circle.for_sums(form), parcel.flat.device)
+        self._payload = Staged.beside(participants.for_sums(form), flat_bucket.flat.device)
 
     def go(self, step: int) -> Journey:
-        payload, device = self._payload, self._parcel.flat.device
-        with self._account.timing("encode_s", device, self._parcel.spans):
+        payload, device = self._payload, self._flat_bucket.flat.device
+        with self._account.timing("encode_s", device, self._flat_bucket.spans):
             self._encode(step)
             payload.down()
-        yield self._circle.sum(payload.wire, self._parcel.index)
-        with self._account.timing("decode_s", device, self._parcel.spans):
+        yield self._participants.sum(payload.wire, self._flat_bucket.index)
+        with self._account.timing("decode_s", device, self._flat_bucket.spans):
             payload.up()
             self._decode()
 

@@ -3,8 +3,8 @@
 `docs/links.md` shows it as a table, with sources.
 """
 
-from gradsync.planner.catalogue.assembly import cluster
-from gradsync.planner.catalogue.processors import DEVICES, Processor, device
-from gradsync.planner.catalogue.wires import LINKS, NETWORKS, Wire, link, network
+from gradsync.planner.catalogue.assembled_cluster import cluster
+from gradsync.planner.catalogue.devices import DEVICES, Processor, device
+from gradsync.planner.catalogue.networks import LINKS, NETWORKS, CatalogueLink, link, network
 
-__all__ = ["DEVICES", "LINKS", "NETWORKS", "Processor", "Wire", "cluster", "device", "link", "network"]
+__all__ = ["DEVICES", "LINKS", "NETWORKS", "CatalogueLink", "Processor", "cluster", "device", "link", "network"]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from gradsync.trace.lines import Clock, Run
+from gradsync.trace.lines import ClockShift, RunHeader
 from gradsync.trace.reader import RankTrace, RunTrace
 
 
 class Aligned:
     """A rank's clock: what to add to it, from step to step."""
 
-    def __init__(self, clocks: Sequence[Clock], usual_s: float) -> None:
+    def __init__(self, clocks: Sequence[ClockShift], usual_s: float) -> None:
         self._clocks = sorted(clocks, key=lambda clock: clock.step)
         self._steps = [clock.step for clock in self._clocks]
         self._usual_s = usual_s
@@ -20,7 +20,7 @@ class Aligned:
     def offset_s(self, step: int) -> float:
         """Between two estimates a straight line: quartz drifts, it does not jump.
 
-        >>> clock = Aligned([Clock(0, 1.0, 0.0), Clock(10, 2.0, 0.0)], 0.0)
+        >>> clock = Aligned([ClockShift(0, 1.0, 0.0), ClockShift(10, 2.0, 0.0)], 0.0)
         >>> [clock.offset_s(step) for step in (0, 5, 10, 99)]
         [1.0, 1.5, 2.0, 2.0]
         """
@@ -44,7 +44,7 @@ def wall(trace: RankTrace, at: float) -> float:
     return trace.run.started + at - trace.run.clock
 
 
-def _by_wall(run: Run, first: Run) -> float:
+def _by_wall(run: RunHeader, first: RunHeader) -> float:
     if run.host == first.host:  # processes of one host share its clock
         return 0.0
     return (run.started - run.clock) - (first.started - first.clock)

@@ -15,7 +15,7 @@ from gradsync.report.exporters.alignment import wall
 from gradsync.report.lateness import lateness
 from gradsync.report.summary import Summary
 from gradsync.report.table import tabulate
-from gradsync.trace.lines import Step
+from gradsync.trace.lines import StepLine
 from gradsync.trace.reader import RankTrace, RunTrace
 
 LAST = 50  # steps that a gauge is the median of
@@ -96,7 +96,7 @@ def _of_steps(run: RunTrace) -> Iterator[Family]:
     yield _phases(recent)
 
 
-def _phases(recent: dict[int, list[Step]]) -> Family:
+def _phases(recent: dict[int, list[StepLine]]) -> Family:
     rows: list[Row] = []
     for rank, steps in recent.items():
         names = dict.fromkeys(phase.name for step in steps for phase in step.phases)
@@ -142,7 +142,7 @@ def _of_summary(summary: Summary) -> Iterator[Family]:
     yield Family("gradsync_report", "The numbers of gradsync report --json, by name.", ("name",), _unique(rows))
 
 
-def _recent(trace: RankTrace) -> list[Step]:
+def _recent(trace: RankTrace) -> list[StepLine]:
     """The last steps that count; the first one, in which buckets are laid out, only while there is no other."""
     counted = [step for step in trace.steps[-LAST:] if step.counts and step.step_s > 0]
     return counted[1:] if len(counted) > 1 and counted[0] is trace.steps[0] else counted

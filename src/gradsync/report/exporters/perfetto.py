@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from gradsync.report.exporters.alignment import Aligned, align
-from gradsync.report.exporters.lanes import Lane, Lanes, Span, inside
+from gradsync.report.exporters.perfetto_threads import Lanes, Span, ThreadTrack, inside
 from gradsync.trace.flight import Moment
-from gradsync.trace.lines import BucketPlan, BucketTimes, Error, Health, Step, arrived_by
+from gradsync.trace.lines import BucketPlan, BucketTimes, Error, Health, StepLine, arrived_by
 from gradsync.trace.reader import RankTrace, RunTrace
 
 Event = dict[str, Any]
@@ -67,7 +67,7 @@ class _Rank:
     def __init__(self, rank: int, trace: RankTrace, clock: Aligned, base: float) -> None:
         self._pid = rank + 1  # 0 is the kernel's
         self._trace, self._clock, self._base = trace, clock, base
-        self._compute, self._waiting, self._lanes = Lane(), Lane(), Lanes(_MOST_LANES)
+        self._compute, self._waiting, self._lanes = ThreadTrack(), ThreadTrack(), Lanes(_MOST_LANES)
         self._threads: set[int] = set()
         self._layouts = sorted(trace.layouts, key=lambda layout: layout.step)
         self._plans: dict[int, BucketPlan] = {}
@@ -82,7 +82,7 @@ class _Rank:
             yield from self._step(step)
         yield from self._incidents()
 
-    def _step(self, step: Step) -> Iterator[Event]:
+    def _step(self, step: StepLine) -> Iterator[Event]:
         while self._layouts and self._layouts[0].step <= step.step:
             self._plans = {plan.bucket: plan for plan in self._layouts.pop(0).buckets}
         at = self._at(step)
@@ -99,7 +99,7 @@ class _Rank:
         yield self._counter(whole[0], "exposed", "ms", round(1e3 * step.exposed_s, 3))
         yield self._counter(whole[0], "sent", "bytes", step.sent_nbytes)
 
-    def _wait(self, step: Step, at: Callable[[float], int]) -> Iterator[Event]:
+    def _wait(self, step: StepLine, at: Callable[[float], int]) -> Iterator[Event]:
         waits = sorted(
             (b for b in step.buckets or [] if b.wait_from is not None and b.wait_to is not None), key=_waited_from
         )
@@ -111,7 +111,7 @@ class _Rank:
             for bucket, cut in zip(waits, inside(whole, spans), strict=True):
                 yield from self._slice(_WAITING, f"wait for bucket {bucket.bucket}", cut)
 
-    def _buckets(self, step: Step, at: Callable[[float], int]) -> Iterator[Event]:
+    def _buckets(self, step: StepLine, at: Callable[[float], int]) -> Iterator[Event]:
         gone = (b for b in step.buckets or [] if b.launched is not None and arrived_by(b) is not None)
         for bucket in sorted(gone, key=lambda b: b.launched or 0.0):
             start, stop = at(bucket.launched or 0.0), at(arrived_by(bucket) or 0.0)
@@ -123,7 +123,7 @@ class _Rank:
                 [cut] = inside((start, stop), [(start, at(bucket.sent))])
                 yield from self._slice(thread, "not sent yet", cut)  # encoded, and in a queue behind others
 
-    def _about_bucket(self, step: Step, bucket: BucketTimes) -> Event:
+    def _about_bucket(self, step: StepLine, bucket: BucketTimes) -> Event:
         said: Event = {"step": step.step, "nbytes": bucket.nbytes}
         if bucket.ready is not None and bucket.launched is not None:
             said["held back ms"] = round(1e3 * (bucket.launched - bucket.ready), 3)
@@ -156,7 +156,7 @@ class _Rank:
             head = {"name": f"{line.kind}: {_short(line.what)}", "cat": line.kind, "ph": "i", "s": "p", "ts": when}
             yield {**head, "pid": self._pid, "tid": self._tid(_WAITING), "args": said}
 
-    def _at(self, step: Step) -> Callable[[float], int]:
+    def _at(self, step: StepLine) -> Callable[[float], int]:
         begun = step.at + self._clock.offset_s(step.step)
         return lambda offset: self._micros(begun + offset)
 

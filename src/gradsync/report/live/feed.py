@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gradsync.report.exporters.prometheus import exposition
-from gradsync.report.live.state import State, look_of, silence_s, state_of
+from gradsync.report.live.run_state import RunState, look_of, silence_s, state_of
 from gradsync.report.page import laid_out, sections
-from gradsync.report.pictures.words import shown
+from gradsync.report.pictures.escape import shown
 from gradsync.report.summary import Summary, summarize
 from gradsync.trace.reader import Follower, RunTrace
 
@@ -25,7 +25,7 @@ class News(NamedTuple):
 
     run: RunTrace
     summary: Summary
-    state: State
+    state: RunState
 
 
 class Reader:
@@ -46,7 +46,7 @@ class Reader:
             except ValueError:
                 if self._news is None:
                     raise
-                return self._news._replace(state=State("failed", "the trace is gone from its folder"))
+                return self._news._replace(state=RunState("failed", "the trace is gone from its folder"))
             for trace in run.ranks.values():
                 del trace.steps[:-_KEPT]
             self._news = News(run, summarize(run, RECENT), state_of(run, 0.0))
@@ -106,6 +106,6 @@ class Feed:
         return {key: html for key, (changed, html) in self._parts.items() if changed > version}
 
 
-def _status(state: State) -> str:
+def _status(state: RunState) -> str:
     kind = {"failed": "lost"}.get(state.kind, state.kind)
     return f'<span class="state {kind}">{shown(state.text, 120)}</span>'

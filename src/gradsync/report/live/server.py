@@ -25,9 +25,9 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from gradsync.errors import GradSyncError
-from gradsync.report.live import hurry
+from gradsync.report.live import request_limits
+from gradsync.report.live.access import LOOPBACK, Access, Key
 from gradsync.report.live.feed import Feed
-from gradsync.report.live.gate import LOOPBACK, Gate, Key
 from gradsync.report.page import SCRIPT, document
 
 _MOST_TOKEN = 256  # bytes
@@ -52,7 +52,7 @@ class Server:
     def __init__(self, folder: Path, host: str = "127.0.0.1", port: int = 0, token: str | None = None) -> None:
         """OSError if the address is not ours or taken. `token`: None for a random one."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=hurry.MOST_STRANGERS)
+        self._socket = socket.create_server((host, port), family=family, backlog=request_limits.MOST_STRANGERS)
         # A host that is gone without a word is noticed by what it does not acknowledge; connections inherit this.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * _GONE_S))
         self._key = Key(token)
@@ -60,11 +60,11 @@ class Server:
         self._feed = Feed(folder)
         everywhere = host in ("0.0.0.0", "::")
         names = LOOPBACK | {host.lower()} | ({socket.gethostname().lower()} if everywhere else set())
-        config: dict[str, Any] = {"http": hurry.Hurried, "ws": "none", "lifespan": "off", "log_level": "error"}
+        config: dict[str, Any] = {"http": request_limits.Hurried, "ws": "none", "lifespan": "off", "log_level": "error"}
         self._uvicorn = uvicorn.Server(
             uvicorn.Config(
-                Gate(self._routes(), names, everywhere),
-                limit_concurrency=hurry.MOST_STRANGERS + _MOST_KNOWN,
+                Access(self._routes(), names, everywhere),
+                limit_concurrency=request_limits.MOST_STRANGERS + _MOST_KNOWN,
                 h11_max_incomplete_event_size=_MOST_HEAD,
                 timeout_graceful_shutdown=2,
                 access_log=False,
@@ -129,7 +129,7 @@ class Server:
 
     async def _enter(self, request: Request) -> Response:
         try:
-            token = await asyncio.wait_for(_body(request), hurry.HURRY_S)
+            token = await asyncio.wait_for(_body(request), request_limits.HURRY_S)
         except (TimeoutError, ClientDisconnect):
             return PlainTextResponse("That took too long.\n", 408)
         if token is None or not self._key.fits(token):

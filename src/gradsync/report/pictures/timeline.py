@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from gradsync.report.lateness import Late
+from gradsync.report.lateness import LateRank
 from gradsync.report.pictures import svg
-from gradsync.report.pictures.sampling import bins, round_up
-from gradsync.report.pictures.words import shown
+from gradsync.report.pictures.binning import bins, round_up
+from gradsync.report.pictures.escape import shown
 from gradsync.report.table import Table
-from gradsync.report.usual import Usual, usual_step
+from gradsync.report.typical_step import Usual, usual_step
 from gradsync.report.wording import show_share
-from gradsync.trace.lines import BucketTimes, Step, arrived_by
+from gradsync.trace.lines import BucketTimes, StepLine, arrived_by
 from gradsync.units import show_nbytes, show_seconds
 
 PHASES = ("optimizer", "input", "forward", "backward", "wait")
@@ -39,7 +39,7 @@ class Travel(NamedTuple):
     nbytes: int
 
 
-def draw_timeline(table: Table, late: dict[tuple[int, int], Late]) -> str:
+def draw_timeline(table: Table, late: dict[tuple[int, int], LateRank]) -> str:
     """The figure with its key and caption; empty if no step can be drawn."""
     usual = usual_step(table)
     if usual is None:
@@ -75,7 +75,7 @@ def _telling(ranks: list[int], lateness: dict[int, float]) -> list[int]:
     return sorted(order[:_MOST_RANKS])
 
 
-def _length(step: Step) -> float:
+def _length(step: StepLine) -> float:
     return max([step.step_s, *(phase.stop for phase in step.phases[:_MOST_PHASES])])
 
 
@@ -108,7 +108,7 @@ def _lanes(travels: Sequence[Travel]) -> list[list[Travel]]:
 
 
 def _rank(
-    frame: svg.Frame, rank: int, step: Step, lanes: list[list[Travel]], y: float, until_s: float
+    frame: svg.Frame, rank: int, step: StepLine, lanes: list[list[Travel]], y: float, until_s: float
 ) -> Iterator[str]:
     yield svg.text("y strong", frame.left - 10, y + 16, f"rank {rank}")
     for phase in step.phases[:_MOST_PHASES]:
@@ -164,7 +164,7 @@ def _axis(frame: svg.Frame, y: float, until_s: float) -> Iterator[str]:
             yield svg.text("pale x", x, y + 13, show_seconds(part * tick) if part else "0")
 
 
-def _key(cells: Sequence[Step]) -> str:
+def _key(cells: Sequence[StepLine]) -> str:
     entries = [(name, name) for name in PHASES[:-1]] + [("wait", "waits: nothing left to compute")]
     if not any(cell.exact_input for cell in cells):
         entries[1] = ("input", "input, or whatever else comes before forward")
@@ -173,7 +173,7 @@ def _key(cells: Sequence[Step]) -> str:
     return svg.key(*entries)
 
 
-def _caption(usual: Usual, ranks: Sequence[int], cells: dict[int, Step]) -> str:
+def _caption(usual: Usual, ranks: Sequence[int], cells: dict[int, StepLine]) -> str:
     said = f"{_which(usual)} Time 0 is the end of the synchronization before it."
     if len(ranks) < len(cells):
         said += f" Of {len(cells)} ranks these {len(ranks)} are shown: rank {ranks[0]}, and those that were latest."

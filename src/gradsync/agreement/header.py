@@ -1,0 +1,155 @@
+"""The step header: a few bytes that travel with every synchronization and make it safe.
+
+One fixed head and one byte of marks per parameter, from every rank to every rank. It serves unused parameters, the
+weighted mean, join, the no_sync mismatch, later freezing, sparsity, the NaN vote, the order of the buckets, and the
+comparison of replicas and loss scales. Its length is fixed at attach, so it can never abort a transport, whatever
+state a rank is in.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from typing import NamedTuple
+
+import torch
+
+from gradsync.errors import Disagreement, listed
+
+_HEAD = struct.Struct("<qQdiiiI8siqQ8sdi")
+HEAD_NBYTES = _HEAD.size
+NO_REPLICA_DIGEST = bytes(8)
+
+
+class Mark:
+    """What a rank says of one parameter: bits of a byte. Plain numbers, since every gradient sets one."""
+
+    USED = 1  # its gradient changed since the last synchronization
+    TRAINABLE = 2
+    REPEATED = 4  # its hook fired twice in one backward: reentrant checkpointing
+    SPARSE = 8  # its gradient is sparse
+
+
+_HAS = {bit: bytes(1 if marks & bit else 0 for marks in range(256)) for bit in (1, 2, 4, 8)}
+
+
+class Flag(enum.IntFlag):
+    """What a rank says of its whole step."""
+
+    NONE = 0
+    ABORTED = 1  # its backward raised: nobody may use this step
+    WEIGHTED = 2  # its batch weight was set by the user
+    SHADOW = 4  # it is out of data and only keeps the others company
+    FORWARD = 8  # with ABORTED: it was its forward that raised
+    LOADER = 16  # with ABORTED: it was its loader
+
+
+class Head(NamedTuple):
+    """The fixed part."""
+
+    step: int
+    schedule: int  # hash of the agreed bucket layout
+    weight: float
+    backwards: int  # backward calls since the last synchronization
+    nonfinite: int  # index of the first parameter with NaN or Inf, or -1
+    micro_batches: int
+    flags: int
+    digest: bytes  # of the first step's local gradients, zeros later; in other calls, a word of theirs
+    call: int = 0  # what ranks meet for; see `calls`
+    num_nonfinite: int = 0  # elements of that first parameter that are NaN or Inf
+    order: int = 0  # hash of the buckets as this rank launches them
+    replica_digest: bytes = NO_REPLICA_DIGEST  # digest of a part of its replica
+    loss_scale: float = 0.0  # its GradScaler's; 0: it has none, or cannot say yet
+    num_steps: int = -1  # of its optimizers since the last synchronization; -1: it does not say
+
+
+class Headers:
+    """All ranks' headers of one synchronization."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        raw = [bytes(row.numpy()) for row in rows]
+        self.heads = [Head(*_HEAD.unpack_from(row)) for row in raw]
+        self.marks = [row[HEAD_NBYTES:] for row in raw]
+        self.same_marks = all(marks == self.marks[0] for marks in self.marks)
+        self._rows = rows
+
+    def any(self, mark: int) -> bytes:
+        """Per parameter, 1 where any rank set `mark`."""
+        if self.same_marks:
+            return self.marks[0].translate(_HAS[mark])
+        return bytes((self._rows[:, HEAD_NBYTES:] & mark).amax(0).clamp(max=1).numpy())
+
+    def flagged(self, flag: Flag) -> list[int]:
+        """The ranks (by index in the group) that set `flag`."""
+        return [rank for rank, head in enumerate(self.heads) if head.flags & flag]
+
+    def total_weight(self) -> float:
+        """The sum of weight times micro-batches, shadows excepted: their weight is zero."""
+        return sum(head.weight * head.micro_batches for head in self.heads)
+
+
+def pack_header(head: Head, marks: bytearray) -> torch.Tensor:
+    """The header as a tensor of bytes."""
+    return torch.frombuffer(bytearray(_HEAD.pack(*head) + marks), dtype=torch.uint8)
+
+
+def check_headers(headers: Headers, names: list[str], ranks: tuple[int, ...]) -> None:
+    """Raise the same `Disagreement` on every rank if the ranks are not in the same synchronization."""
+    heads = headers.heads
+    active = [rank for rank, head in enumerate(heads) if not head.flags & (Flag.SHADOW | Flag.ABORTED)]
+    for rank in active:
+        head, first = heads[rank], heads[active[0]]
+        if head.step != first.step:
+            raise Disagreement(
+                f"rank {ranks[rank]} is in synchronization {head.step} and rank {ranks[active[0]]} in {first.step}: "
+                "they did not call backward equally often; every rank must synchronize in every step "
+                "(for uneven inputs use `with sync.join():`)"
+            )
+        if head.schedule != first.schedule:
+            raise Disagreement(
+                f"rank {ranks[rank]} and rank {ranks[active[0]]} packed their gradients differently in synchronization "
+                f"{head.step}; detach and attach again on every rank, or resume all from the same checkpoint"
+            )
+        uneven = head.backwards != first.backwards and not (head.flags | first.flags) & Flag.WEIGHTED
+        if uneven and head.micro_batches == first.micro_batches:
+            raise Disagreement(
+                f"rank {ranks[rank]} ran {head.backwards} backward calls since the last synchronization but rank "
+                f"{ranks[active[0]]} ran {first.backwards}: enter no_sync() on the same micro-batches of every rank, "
+                "or say how much each counts with set_batch_weight()"
+            )
+    _check_num_steps({ranks[rank]: heads[rank].num_steps for rank in active if heads[rank].num_steps >= 0})
+    _check_trainable(headers, names, ranks)
+
+
+def _check_num_steps(counts: dict[int, int]) -> None:
+    """Two backwards in a step of one rank, or a step that one rank left out."""
+    if len(set(counts.values())) < 2:
+        return
+    most = max(counts.values())
+    often = [rank for rank, count in counts.items() if count == most]
+    rarely = [rank for rank, count in counts.items() if count < most]
+    least = min(counts.values())
+    raise Disagreement(
+        f"optimizer.step() ran {_times(most)} since the last synchronization on {listed(often)}, but "
+        f"{'not' if not least else f'only {_times(least)}'} on {listed(rarely)}: call backward() and step() equally "
+        "often on every rank (all backwards of a step but the last under sync.no_sync()), and leave no step() out "
+        "after an average that the others apply; for uneven inputs use `with sync.join():`"
+    )
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _check_trainable(headers: Headers, names: list[str], ranks: tuple[int, ...]) -> None:
+    if headers.same_marks:
+        return
+    for index, name in enumerate(names):
+        trainable = [bool(marks[index] & Mark.TRAINABLE) for marks in headers.marks]
+        if len(set(trainable)) > 1:
+            on = listed([ranks[r] for r, flag in enumerate(trainable) if flag])
+            off = listed([ranks[r] for r, flag in enumerate(trainable) if not flag])
+            raise Disagreement(
+                f'parameter {index} ("{name}") requires a gradient on {on} but not on {off}; '
+                "freeze and unfreeze parameters in the same step on every rank"
+            )

@@ -1,0 +1,52 @@
+"""The plan that `gs.auto()` has chosen, as one more tensor in a state: text, in as many bytes before as after."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from gradsync.plan.plan import Plan
+
+_KEY, _NBYTES = "gradsync.auto", 1024
+
+
+class Chosen(NamedTuple):
+    """Plain data, so that ranks can send it."""
+
+    plan: dict[str, Any]  # in its canonical form
+    predicted_s: float
+    ranks: int  # for which it was chosen,
+    allow: str  # and from what
+
+
+def flatten(chosen: Chosen | None) -> dict[str, torch.Tensor]:
+    """As savers take it; None: nothing was chosen yet.
+
+    >>> flatten(None)["gradsync.auto"].shape
+    torch.Size([1024])
+    """
+    data = b"" if chosen is None else json.dumps(chosen._asdict()).encode()
+    if len(data) > _NBYTES:  # no candidate is so long; a run that resumes would choose again
+        data = b""
+    return {_KEY: torch.frombuffer(bytearray(data.ljust(_NBYTES)), dtype=torch.uint8).clone()}
+
+
+def read(state: Mapping[str, torch.Tensor]) -> Chosen | None:
+    """What a state says of it.
+
+    >>> chosen = Chosen(Plan().canonical(), 0.25, 2, "exact")
+    >>> read(flatten(chosen)) == chosen, read({})
+    (True, None)
+    """
+    text = bytes(state[_KEY].cpu().numpy()).decode().strip() if _KEY in state else ""
+    if not text:
+        return None
+    try:
+        chosen = Chosen(**json.loads(text))
+        Plan.from_canonical(chosen.plan)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{_KEY} of this state is not what gs.auto() saved ({error}); load it as it was") from None
+    return chosen

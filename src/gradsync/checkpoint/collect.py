@@ -1,0 +1,174 @@
+"""Takes the state of a running GradSync, and gives it one to continue from."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from gradsync.agreement.calls import Call
+from gradsync.agreement.header import Flag, Mark
+from gradsync.checkpoint.format import (
+    Part,
+    SavedRunState,
+    Shared,
+    State,
+    add_up,
+    fitting,
+    flatten,
+    flatten_part,
+    flatten_shared,
+)
+from gradsync.checkpoint.redistribute import changes, gather, receive
+from gradsync.compress import toml
+from gradsync.engine.step import Steps
+from gradsync.engine.synchronization import Synchronization
+from gradsync.exchange.residuals import Kept
+from gradsync.pace.contract import Held, Pace
+from gradsync.pace.contract import SavedPace as PaceState
+from gradsync.pace.trained_parameters import level
+from gradsync.plan import paces
+from gradsync.transport.lane import Lane
+
+
+class Keeper:
+    """Knows which parts of the engine have something to keep."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self._shapes = {entry.name: tuple(entry.param.shape) for entry in steps.synchronization.entries}
+
+    # `gs.auto()` may have changed the plan since
+
+    @property
+    def _pace(self) -> Pace:
+        return self._steps.pace
+
+    @property
+    def _synchronization(self) -> Synchronization:
+        return self._steps.synchronization
+
+    @property
+    def _lane(self) -> Lane:
+        return self._steps.synchronization.lane
+
+    @property
+    def _kind(self) -> str:
+        kind: str = paces.canonical(self._steps.plan.pace)["kind"]
+        return kind
+
+    @property
+    def _recipe(self) -> str:
+        plan = self._steps.plan
+        return fitting(json.dumps({"combine": plan.combine, "compress": toml.canonical(plan.compress)}))
+
+    # Taking
+
+    def state(self) -> State:
+        """This rank's. A batch that raised is finished first, as the others have done; not while it is handled."""
+        if sys.exception() is None and not self._steps.failed:
+            self._steps.aborted.put_right_before_saving()
+        return flatten(self._saved())
+
+    def state_of_all(self) -> State:
+        """Every rank's, on rank 0."""
+        self._steps.meet(Call.GATHER)
+        rank, saved = self._lane.groups.rank, self._saved()
+        with self._steps.failing():
+            return gather(self._lane, flatten_shared(saved), flatten_part(rank, saved.parts[rank], saved.shared.step))
+
+    def _saved(self) -> SavedRunState:
+        pace, held = self._pace.state(), self._pace.held()
+        kept = self._synchronization.sender.kept()  # after the pace has waited for what is under way
+        shared = Shared(
+            step=self._lane.step,
+            world_size=self._lane.groups.size,
+            unit=self._synchronization.weighting.unit,
+            backwards=held.backwards,
+            recipe=self._recipe,
+            arrangement=self._synchronization.bucket_order.arrangement(),
+        )
+        by_hand = self._steps.unsynchronized > 0 and not held.backwards  # the user's own, and not in the state
+        weighed = None if by_hand else self._synchronization.weighting.state()
+        num_hidden = len(held.hidden) + held.num_shown
+        aborted = self._steps.aborted.spoiled if held.backwards else 0
+        part = Part(kept.residuals, held.hidden, num_hidden, weighed, pace.own, int(aborted))
+        mark = {f"{self._kind}.apart": torch.tensor(int(self._pace.replicas_differ), device="cpu")}
+        stored = pace.shared if self._pace.engine_averages else pace.shared | mark
+        return SavedRunState(shared, kept.factors, {self._lane.groups.rank: part}, stored)
+
+    # Giving
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Continue from it. Nothing has changed here before all ranks have found that they can."""
+        self._steps.meet(Call.LOAD)
+        keeps = len(self._synchronization.sender.kept().residuals)
+        taken, hand = receive(self._lane, state, self._shapes, keeps, self._steps.failing)
+        with self._steps.failing():
+            goes_on = hand.whole and self._pace.has_room_for(taken.shared.backwards)
+            self._continue(taken, goes_on)
+            self._load_pace(taken, hand.whole)
+            self._steps.step_counts.begin_anew()
+        if self._lane.groups.rank == 0:  # all ranks see the same
+            for change in (*changes(taken, hand, self._recipe), *self._changes(taken, goes_on)):
+                warnings.warn(f"{self._lane.place()} {change}", stacklevel=3)
+
+    def _load_pace(self, taken: SavedRunState, whole: bool) -> None:
+        self._pace.load(PaceState(taken.pace, _own(taken, self._lane.groups.rank) if whole else {}))
+        others = [key for key in taken.pace if key.endswith(".apart") and key != f"{self._kind}.apart"]
+        if any(bool(taken.pace[key]) for key in others) and not self._pace.replicas_differ:
+            # Every rank may have loaded a model of its own, and this pace keeps them equal.
+            level(self._lane, self._synchronization.exact, [entry.param for entry in self._synchronization.entries])
+
+    def _continue(self, taken: SavedRunState, goes_on: bool) -> None:
+        shared, parts = taken.shared, list(taken.parts.values())
+        self._synchronization.sender.replace(Kept(add_up(parts), taken.factors))
+        self._synchronization.bucket_order.arrange(shared.arrangement)
+        held = Held(shared.backwards, parts[0].hidden) if goes_on else Held(0, {})
+        self._go_on_in(held)
+        self._synchronization.weighting.unit = shared.unit
+        self._synchronization.weighting.load(parts[0].weight if goes_on else None)
+        self._steps.aborted.spoiled = Flag(parts[0].aborted if goes_on else 0)
+        self._steps.aborted.retries.another_batch()
+        self._lane.step = shared.step
+
+    def _go_on_in(self, held: Held) -> None:
+        """This is the window now: what its backwards brought counts as brought here."""
+        self._synchronization.forget()
+        self._synchronization.backwards = held.backwards
+        for entry in self._synchronization.entries:
+            if entry.name in held.hidden:
+                self._synchronization.marks[entry.index] |= Mark.USED
+        self._pace.hold(held)
+
+    def _changes(self, taken: SavedRunState, goes_on: bool) -> Iterator[str]:
+        """What else is not as it was."""
+        shared, stored = taken.shared, {key.partition(".")[0] for key in taken.pace}
+        if stored - {self._kind}:
+            yield (
+                f"this state was saved with pace {min(stored)}, and this plan's is {self._kind}: what that one kept is "
+                "lost (averages under way, global parameters and their momentum), and this one begins anew, from the "
+                "mean of the ranks' parameters where they differ"
+            )
+        if shared.backwards and not goes_on:
+            yield (
+                f"this state was saved inside a window of accumulate(k), {shared.backwards} backward calls after its "
+                "beginning, and their gradients are lost: the window begins anew. To go on in it takes the same pace, "
+                "as many ranks, every rank's state, and a saver that keeps hidden gradients "
+                "(torch.distributed.checkpoint does not: with it, save while sync.mid_window is False). What a "
+                "backward that raised, or one under no_sync(), has begun to add to cannot be saved"
+            )
+        waiting = self._synchronization.sender.waiting
+        if waiting and shared.arrangement.learned:
+            yield (
+                f"{len(waiting)} parameters with a residual, {waiting[0]} among them, are not compressed here (one "
+                "rank alone compresses nothing): what was not sent yet stays in state_dict() until they are"
+            )
+
+
+def _own(taken: SavedRunState, rank: int) -> State:
+    """What the pace stored for this rank alone."""
+    return taken.parts[rank].pace if rank in taken.parts else {}

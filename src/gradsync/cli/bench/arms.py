@@ -1,0 +1,111 @@
+"""Who takes part: the one table of all-reduces that a bench can run, and which of them it runs.
+
+peers      gloo, and MPI where it is installed: always there, so that every number has its neighbour
+gradsync   what --algorithms names
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradsync.algorithms.builtin import native, shared_memory
+from gradsync.algorithms.halving_doubling import halving_doubling
+from gradsync.algorithms.hierarchical import hierarchical
+from gradsync.algorithms.price import Algorithm
+from gradsync.algorithms.ring import ring
+from gradsync.algorithms.tree import tree
+from gradsync.exchange.all_reduce import all_reduce
+
+Call = Callable[[], object]
+
+GLOO, MPI = "gloo", "mpi"
+_ONE_HOST = ("shared", "any")
+_SEVERAL_HOSTS = ("hierarchical", "ring", "auto")
+ALIASES = {"shared_memory": _ONE_HOST}
+
+# What mpi4py knows by itself of the types that numpy has.
+MPI_DTYPES = ("fp32", "fp64", "int32", "int64")
+
+
+@dataclass(frozen=True)
+class BenchArm:
+    """One all-reduce. `bind` prepares the call that replaces a tensor by its sum over the ranks."""
+
+    algorithm: str
+    says: str
+    bind: Callable[[torch.Tensor], Call]
+    shared: bool = False  # works on a tensor in the memory that the ranks of a host share
+
+
+def _gradsync(name: str, recipe: Algorithm | None, says: str, shared: bool = False) -> BenchArm:
+    """An arm that is gradsync's own."""
+
+    def bind(tensor: torch.Tensor) -> Call:
+        return partial(all_reduce, tensor, algorithm=recipe, op="sum")
+
+    return BenchArm(name, says, bind, shared)
+
+
+def _bind_gloo(tensor: torch.Tensor) -> Call:
+    return partial(dist.all_reduce, tensor)
+
+
+def _bind_mpi(tensor: torch.Tensor) -> Call:
+    mpi: Any = import_module("mpi4py.MPI")
+    return partial(mpi.COMM_WORLD.Allreduce, mpi.IN_PLACE, tensor.numpy())
+
+
+ARMS: Mapping[str, BenchArm] = {
+    GLOO: BenchArm(GLOO, "the process group's own dist.all_reduce", _bind_gloo),
+    MPI: BenchArm(MPI, "MPI_Allreduce in place, by mpi4py", _bind_mpi),
+    "shared": _gradsync("shared_memory", shared_memory(), "gs.shared_memory() on a tensor of gs.shared_empty()", True),
+    "any": _gradsync("shared_memory", shared_memory(), "gs.shared_memory() on a plain tensor"),
+    "auto": _gradsync("auto", None, "gs.all_reduce() as it comes: gradsync chooses"),
+    "native": _gradsync("native", native(), "gs.native()"),
+    "ring": _gradsync("ring", ring(), "gs.ring()"),
+    "tree": _gradsync("tree", tree(), "gs.tree()"),
+    "halving_doubling": _gradsync("halving_doubling", halving_doubling(), "gs.halving_doubling()"),
+    "hierarchical": _gradsync("hierarchical", hierarchical(), "gs.hierarchical()"),
+}
+
+
+def parse_arms(text: str) -> tuple[str, ...]:
+    """The arms that a list names.
+
+    >>> parse_arms("ring,shared_memory")
+    ('ring', 'shared', 'any')
+    """
+    if text == "all":
+        return tuple(ARMS)
+    names: list[str] = []
+    for name in text.split(","):
+        if name.strip() not in {*ARMS, *ALIASES}:
+            raise ValueError(f"{name.strip()!r} is no algorithm: choose from {', '.join([*ARMS, *ALIASES])}, or all")
+        names += ALIASES.get(name.strip(), (name.strip(),))
+    return tuple(dict.fromkeys(names))
+
+
+def line_up(named: tuple[str, ...] | None, one_host: bool, mpi: bool) -> tuple[str, ...]:
+    """The peers first, then the arms named, or those that suit the hosts.
+
+    >>> line_up(None, one_host=True, mpi=False), line_up(("tree",), one_host=True, mpi=True)
+    (('gloo', 'shared', 'any'), ('gloo', 'mpi', 'tree'))
+    """
+    if named is None:
+        named = _ONE_HOST if one_host else _SEVERAL_HOSTS
+    elif set(named) == set(ARMS) and not one_host:  # all that there are
+        named = tuple(name for name in named if name not in _ONE_HOST)
+    peers = (GLOO, MPI) if mpi else (GLOO,)
+    return (*peers, *(name for name in named if name not in (GLOO, MPI)))
+
+
+def out_of_place(arms: tuple[str, ...]) -> list[str]:
+    """Those of the arms that need all ranks on one host."""
+    return [name for name in arms if name in _ONE_HOST]

@@ -1,0 +1,64 @@
+"""What is to be measured, as data that travels to every rank as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+
+WARM, COLD = "warm", "cold"
+
+DTYPES = {
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+}
+
+
+class Setting(NamedTuple):
+    """Under which circumstances a size is measured."""
+
+    cache: str
+    busy: bool
+
+
+@dataclass(frozen=True)
+class BenchQuestion:
+    """Every size under every setting, by all arms in turn.
+
+    >>> question = BenchQuestion((1024,), "fp32", ("gloo",))
+    >>> BenchQuestion.from_json(question.as_json()) == question
+    True
+    """
+
+    sizes: tuple[int, ...]
+    dtype: str
+    arms: tuple[str, ...]
+    caches: tuple[str, ...] = (WARM,)
+    busy: tuple[bool, ...] = (False,)
+    rounds: int | None = None  # None: as many as fit into the time
+
+    @property
+    def num_contests(self) -> int:
+        return len(self.sizes) * len(self.caches) * len(self.busy)
+
+    def settings(self) -> Iterator[Setting]:
+        return (Setting(cache, busy) for busy, cache in product(self.busy, self.caches))
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> BenchQuestion:
+        fields: dict[str, Any] = json.loads(text)
+        for name, value in fields.items():
+            if isinstance(value, list):
+                fields[name] = tuple(value)
+        return cls(**fields)

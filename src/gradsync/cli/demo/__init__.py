@@ -1,0 +1,1 @@
+"""`gradsync demo`."""

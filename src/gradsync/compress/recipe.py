@@ -1,0 +1,166 @@
+"""What a compressor decides for one parameter. Every composition of recipes comes down to one `Choice`.
+
+    gs.warmup(gs.across_hosts(gs.int8()), 100).choose(param)
+        → Choice(codec=Int8(...), feedback=True, exact_steps=100, across=True)
+
+Parameters with equal choices travel together, so a bucket has one.
+
+What recipes accept. A refusal is one sentence with the value and the way out.
+
+Numbers that all ranks know without asking: of parameters, and for what is drawn at random.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol, TypeGuard, runtime_checkable
+from zlib import crc32
+
+import torch
+
+
+class Param(NamedTuple):
+    """A parameter's gradient, as far as a compressor needs to know it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """How a bucket's gradients become bytes: of one of the families in `blocks`, `cast`, `randomk` and `powersgd`."""
+
+    name: ClassVar[str]
+    summable: ClassVar[bool]  # whether payloads of ranks may be added up; if not, each must be decoded
+
+    def nbytes(self, param: Param) -> int:
+        """The bytes of this parameter's payload."""
+
+    def __hash__(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How one parameter's gradient travels."""
+
+    codec: Codec | None = None  # None: as it is
+    feedback: bool = False  # what compression loses is kept and added to the next gradient
+    exact_steps: int = 0  # so many synchronizations go as they are first
+    across: bool = False  # as it is inside a host, compressed across
+
+    def nbytes(self, param: Param) -> int:
+        """The bytes of one payload."""
+        return param.nbytes if self.codec is None else self.codec.nbytes(param)
+
+    @property
+    def summable(self) -> bool:
+        return self.codec is None or self.codec.summable
+
+    @property
+    def label(self) -> str:
+        return "exact" if self.codec is None else self.codec.name
+
+
+EXACT = Choice()
+
+_REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def if_real(codec: Codec, param: Param) -> Choice:
+    """This codec for a gradient of real floating numbers; complex and whole numbers go as they are."""
+    return Choice(codec) if param.dtype in _REAL else EXACT
+
+
+@runtime_checkable
+class Compressor(Protocol):
+    """A recipe, as data: frozen, comparable, and nothing but numbers and words inside."""
+
+    def choose(self, param: Param) -> Choice: ...
+
+    def __hash__(self) -> int: ...
+
+
+SPELLINGS = {
+    "fp16": "gs.fp16()",
+    "bf16": "gs.bf16()",
+    "int8": "gs.int8()",
+    "int4": "gs.int4()",
+    "sign": "gs.sign()",
+    "topk": "gs.topk(density)",
+    "randomk": "gs.randomk(density)",
+    "powersgd": "gs.powersgd(rank)",
+    "error_feedback": "gs.error_feedback(c)",
+    "warmup": "gs.warmup(c, steps)",
+    "by_parameter": "gs.by_parameter(rules)",
+    "across_hosts": "gs.across_hosts(c)",
+}
+MAX_WHOLE = (1 << 31) - 1
+MAX_SEED = (1 << 32) - 1
+
+
+def check_whole(what: str, value: object, low: int, high: int = MAX_WHOLE) -> None:
+    """Refuse what is not a whole number from `low` to `high`."""
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ValueError(f"{what} must be a whole number from {low} to {high}, got {value!r}")
+
+
+def check_block(what: str, value: object, low: int, high: int) -> None:
+    """Refuse what is not a power of two from `low` to `high`."""
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high or value & (value - 1):
+        raise ValueError(f"{what}: block must be a power of two from {low} to {high} (elements), got {value!r}")
+
+
+def check_density(what: str, value: object) -> None:
+    """Refuse what is not a share."""
+    if not is_number(value) or not 0 < float(value) <= 1:
+        raise ValueError(
+            f"{what}: density must be above 0 and at most 1, got {value!r} (the share that is sent: 0.01 is 1 %)"
+        )
+
+
+def check_compressor(what: str, value: object) -> None:
+    """Refuse what is no compressor, with the call that was probably meant."""
+    if isinstance(value, Compressor) and not isinstance(value, type):
+        return
+    meant = value if isinstance(value, str) else getattr(value, "__name__", None)
+    hint = f" (did you mean {SPELLINGS[meant]}?)" if isinstance(meant, str) and meant in SPELLINGS else ""
+    raise TypeError(f"{what} one of {', '.join(SPELLINGS.values())}, got {value!r}{hint}")
+
+
+def check_inner(what: str, value: object) -> None:
+    """Refuse a wrapper around nothing."""
+    if value is None:
+        raise TypeError(f"{what} wraps a compressor, got None: what travels as it is has nothing to wrap")
+    check_compressor(f"{what} wraps", value)
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def number_of(name: str) -> int:
+    """A parameter's number, 32 bits: the same on every rank and in every layout.
+
+    >>> number_of("weight")
+    130897217
+    """
+    return crc32(name.encode())
+
+
+def key_of(seed: int, step: int, salt: int = 0) -> int:
+    """32 bits for `kernels.block_codes.dither`, others in every step; `salt` tells phases or ranks apart.
+
+    >>> key_of(0, step=1) == key_of(0, step=1), key_of(0, step=1) == key_of(0, step=2)
+    (True, False)
+    """
+    return crc32(f"{seed} {step} {salt}".encode())

@@ -1,0 +1,1 @@
+"""Whether the replicas are still alike, and what is done when they are not."""

@@ -1,0 +1,202 @@
+"""What one plan runs with, and the making of it: at attach, and again when `gs.auto()` changes the plan.
+
+The opening: the ranks agree, then each makes the lane, the ways and the sender that the plan asks for.
+
+Which pace a plan asks for, at work.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.amp import GradScaler
+from torch.optim import LBFGS, Optimizer
+
+from gradsync.agreement.attach_check import check_attach
+from gradsync.agreement.header import HEAD_NBYTES
+from gradsync.agreement.outcome import HealthLog
+from gradsync.compress.by_parameter import idle_patterns
+from gradsync.drift.monitor import DriftMonitor
+from gradsync.engine.parameters import Inventory
+from gradsync.engine.replicas import Buffers
+from gradsync.engine.synchronization import Synchronization
+from gradsync.errors import Disagreement
+from gradsync.exchange.choose_route import Exact, Misfit
+from gradsync.exchange.sender import Sender, main_device, travelling_devices
+from gradsync.pace.async_sgd.pace import AsyncSGDPace
+from gradsync.pace.contract import Pace, Site
+from gradsync.pace.delayed import DelayedPace
+from gradsync.pace.diloco import DiLoCoPace
+from gradsync.pace.gossip import GossipPace
+from gradsync.pace.learning_rates import LearningRates
+from gradsync.pace.local_sgd import LocalSGDPace
+from gradsync.pace.window import WindowPace
+from gradsync.plan import paces
+from gradsync.plan.guard import Guard
+from gradsync.plan.paces import Accumulate, Delayed, EveryStep, LocalSGD
+from gradsync.plan.plan import Plan
+from gradsync.trace import Recorder
+from gradsync.transport.groups import group_timeout
+from gradsync.transport.lane import NET_S, Lane, open_lane
+
+
+class Papers(NamedTuple):
+    """What a rank shows at the door."""
+
+    table: list[dict[str, Any]]  # of its parameters and buffers
+    terms: dict[str, Any]  # the plan, and whatever else must be the same everywhere
+    refusal: Exception | None = None  # what it found wrong before: the others are told
+
+
+class Opened(NamedTuple):
+    """What gradients travel by."""
+
+    lane: Lane
+    exact: Exact
+    sender: Sender
+
+
+def open_sender(
+    parent: dist.ProcessGroup, plan: Plan, guard: Guard, inventory: Inventory, papers: Papers, always: bool
+) -> Opened:
+    """Agree and begin; every member of `parent` calls this at once, and either all go on or all raise."""
+    timeout = guard.timeout if guard.timeout is not None else group_timeout(parent)
+    # Control only: the groups for data wait until the ranks have agreed on which they need.
+    lane = open_lane(parent, guard, timeout)
+    try:
+        refusal = papers.refusal
+        check_attach(lane, papers.table, papers.terms, None if refusal is None else str(refusal))
+        if refusal is not None:
+            raise refusal
+        _warn_of_idle_rules(lane, plan, inventory)
+        lane.open_team(HEAD_NBYTES + len(inventory.entries))
+        devices = {tensor.device for tensor in inventory.tensors()}
+        exact = Exact(lane, parent, plan.algorithm, travelling_devices(parent, devices, plan), timeout + NET_S)
+        sender = Sender(lane, parent, exact, plan, main_device(devices), timeout + NET_S, always)
+    except BaseException as error:
+        # These all ranks come to together: nothing is under way.
+        lane.close(together=error is refusal or isinstance(error, Disagreement | Misfit))
+        if isinstance(error, Misfit):
+            raise ValueError(str(error)) from None
+        raise
+    return Opened(lane, exact, sender)
+
+
+def _warn_of_idle_rules(lane: Lane, plan: Plan, inventory: Inventory) -> None:
+    idle = idle_patterns(plan.compress, [entry.name for entry in inventory.entries])
+    if idle and lane.groups.rank == 0:
+        warnings.warn(
+            f"by_parameter: no parameter's name fits {', '.join(map(repr, idle))}; is it misspelt? The names are those "
+            "of model.named_parameters()",
+            stacklevel=5,
+        )
+
+
+def check_pace(plan: Plan, guard: Guard, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse what the pace cannot work with."""
+    if isinstance(plan.pace, EveryStep | Accumulate):
+        return
+    name = paces.canonical(plan.pace)["kind"]
+    if not optimizers:
+        raise ValueError(
+            f"{name} acts after the optimizer's steps: pass the optimizer, gs.attach(model, optimizer, plan)"
+        )
+    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+        raise ValueError(f"LBFGS runs several backwards in one step, and {name} counts backwards; use gs.every_step()")
+    if guard.nonfinite == "skip" and not isinstance(plan.pace, Delayed):
+        raise ValueError(
+            f'nonfinite="skip" drops a step on every rank, but with {name} a step is each rank\'s own; '
+            'use gs.Guard(nonfinite="raise")'
+        )
+
+
+def check_hooked(plan: Plan, names: Sequence[str]) -> None:
+    """Refuse post-accumulate hooks, of the parameters of these names, where the optimizer must step by itself."""
+    if names and isinstance(plan.pace, paces.AsyncSGD):
+        raise ValueError(
+            f"parameter {names[0]} has a post-accumulate hook, but async_sgd sends gradients to their owners in "
+            "optimizer.step(), which an optimizer in such a hook would keep from them: remove it, or use another pace"
+        )
+
+
+def open_pace(plan: Plan, site: Site, parent: dist.ProcessGroup, scaler: GradScaler | None = None) -> Pace:
+    """Every rank calls this at once, with equal parameters."""
+    match plan.pace:
+        case EveryStep():
+            return WindowPace(plan.pace, site.parameters)
+        case Accumulate():
+            return WindowPace(plan.pace, site.parameters, LearningRates(site.lane, site.optimizers, plan.pace.k))
+        case LocalSGD():
+            return LocalSGDPace(plan.pace, site, compressed=plan.compress is not None)
+        case Delayed():
+            return DelayedPace(plan.pace, site, plan.combine, scaler)
+        case paces.DiLoCo():
+            return DiLoCoPace(plan.pace, site)
+        case paces.AsyncSGD():
+            return AsyncSGDPace(plan.pace, site, parent, _timeout(site.guard, parent))
+        case paces.Gossip():
+            return GossipPace(plan.pace, site, parent, _timeout(site.guard, parent) + NET_S)
+    raise AssertionError(f"no pace is known for {plan.pace!r}")
+
+
+def _timeout(guard: Guard, parent: dist.ProcessGroup) -> float:
+    return guard.timeout if guard.timeout is not None else group_timeout(parent)
+
+
+class Engine(NamedTuple):
+    """What one plan runs with; another plan needs another."""
+
+    plan: Plan
+    synchronization: Synchronization
+    pace: Pace
+
+    @property
+    def listens(self) -> bool:
+        """Whether it has anything to do with one rank alone."""
+        return self.synchronization.lane.groups.size > 1 or self.pace.k > 1 or not self.pace.engine_averages
+
+
+@dataclass(frozen=True)
+class Builder:
+    """What stays the same when the plan changes."""
+
+    parent: dist.ProcessGroup
+    optimizers: Sequence[Optimizer]
+    inventory: Inventory
+    buffers: Buffers
+    guard: Guard
+    scaler: GradScaler | None
+    always: bool
+    health_log: HealthLog
+    drift_monitor: DriftMonitor
+    terms: dict[str, Any]  # beside the plan, what must be the same on every rank
+
+    def open(self, plan: Plan, refusal: Exception | None = None) -> Opened:
+        """Agree, and make what gradients travel by; every rank calls this at once."""
+        papers = Papers(self.inventory.table(self.optimizers), plan.canonical() | self.terms, refusal)
+        return open_sender(self.parent, plan, self.guard, self.inventory, papers, self.always)
+
+    def build(self, plan: Plan, opened: Opened) -> Engine:
+        """The rest; likewise, with equal parameters."""
+        lane, exact, sender = opened
+        entries = self.inventory.entries
+        parameters: list[tuple[str, torch.nn.Parameter]] = [(entry.name, entry.param) for entry in entries]
+        recorder, limit = Recorder(), plan.bucket_bytes
+        site = Site(
+            lane, exact, sender, parameters, self.optimizers, self.buffers, self.guard, limit, len(entries), count(),
+            recorder, self.health_log, self.drift_monitor,
+        )  # fmt: skip
+        pace = open_pace(plan, site, self.parent, self.scaler)
+        lane.describe = pace.describe
+        idle = not pace.engine_averages
+        synchronization = Synchronization(
+            entries, lane, exact, sender, plan, self.guard, self.buffers, recorder, self.health_log,
+            self.drift_monitor, pace.k, idle,
+        )  # fmt: skip
+        return Engine(plan, synchronization, pace)

@@ -1,0 +1,48 @@
+"""A rank whose process ends while others still train: it hears of it too, on its standard error."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import weakref
+from functools import partial
+
+from gradsync.engine.step import Steps
+from gradsync.errors import JOIN, listed
+from gradsync.transport.blame import Sights
+from gradsync.transport.heartbeat import Phase
+
+_IN_A_STEP = (Phase.BACKWARD, Phase.SYNCHRONIZING, Phase.WAITING)
+
+
+class Leaving:
+    """Looks at the other ranks of this host once, when the interpreter ends; waits for nobody."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._look = partial(_look, weakref.ref(steps))
+        if steps.synchronization.lane.groups.size > 1:
+            atexit.register(self._look)  # after the lane's, so it is called before that one leaves
+            weakref.finalize(steps, atexit.unregister, self._look).atexit = False
+
+    def close(self) -> None:
+        """All ranks know that this one leaves."""
+        atexit.unregister(self._look)
+
+
+def _look(reference: weakref.ref[Steps]) -> None:
+    steps = reference()
+    if steps is None or steps.failed or getattr(sys, "last_value", None) is not None:
+        return
+    lane = steps.synchronization.lane
+    if training := going_on(lane.liveness.sights(), lane.step):
+        who = listed(lane.global_ranks(training))
+        print(f"{lane.place()} this rank ends, but {who} would go on: {JOIN}", file=sys.stderr, flush=True)
+
+
+def going_on(sights: Sights, step: int) -> list[int]:
+    """Who has begun a step that this rank will not come to."""
+    return [
+        rank
+        for rank, sight in sights.items()
+        if not sight.gone and sight.state.phase in _IN_A_STEP and sight.state.step >= step
+    ]

@@ -1,0 +1,82 @@
+"""Where a NaN or Inf is: in a rank's own gradients before they travel, or in averages that compression made.
+
+The first gradients tell whether ranks see different data: if they are equal to the bit, they do not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import warnings
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from gradsync.agreement.header import Headers
+from gradsync.agreement.outcome import Found
+from gradsync.engine.bucket import Bucket, Entry
+
+
+class Spot(NamedTuple):
+    """The first parameter, by number, and how many elements of its gradient; -1 for none."""
+
+    parameter: int = -1
+    num_elements: int = 0
+
+
+NOWHERE = Spot()
+
+
+def spot(gradients: Iterable[tuple[Entry, torch.Tensor]]) -> Spot:
+    """The first gradient that has one, looking at every element."""
+    for entry, grad in gradients:
+        if count := int((~grad.to_dense().isfinite()).sum()):
+            return Spot(entry.index, count)
+    return NOWHERE
+
+
+def is_finite(flat: torch.Tensor) -> bool:
+    """One pass: the sum of what is finite is so too, unless it overflows; then the closer look finds nothing."""
+    return bool(flat.sum().isfinite())
+
+
+def made_by_compression(buckets: Iterable[Bucket]) -> Found | None:
+    """A NaN or Inf in the average of finite gradients: averages are alike, so all ranks find the same."""
+    for bucket in buckets:
+        if bucket.choice.codec is not None and not is_finite(bucket.flat):
+            for entry in bucket.entries:
+                if count := int((~entry.view.isfinite()).sum()):
+                    text = f"{bucket.choice.label} made NaN or Inf of the average gradient of {entry.name}"
+                    return Found(text, [], entry.name, count)
+    return None
+
+
+NO_DIGEST = bytes(8)
+_AT_ONCE = 1 << 20  # elements: torch first makes a copy of what it adds up in a wider type
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def digest_of(entries: list[Entry]) -> bytes:
+    """Of the local gradients, to see whether two ranks had the same; zeros if there is none."""
+    sums = []
+    for entry in entries:
+        grad = entry.param.grad
+        if grad is not None and not grad.is_sparse and grad.numel():
+            real = torch.view_as_real(grad) if grad.is_complex() else grad
+            parts = real.contiguous().flatten().view(_BITS[real.element_size()]).split(_AT_ONCE)
+            sums.append(int(torch.stack([part.sum(dtype=torch.int64) for part in parts]).sum()))
+    if not any(sums):
+        return NO_DIGEST
+    return hashlib.blake2b(struct.pack(f"<{len(sums)}q", *sums), digest_size=8).digest()
+
+
+def warn_if_same_data(headers: Headers) -> None:
+    """Every rank sees the same data if all first gradients are the same."""
+    digests = {head.digest for head in headers.heads}
+    if len(headers.heads) > 1 and len(digests) == 1 and digests != {NO_DIGEST}:
+        warnings.warn(
+            "the first gradients are bitwise equal on all ranks: every rank seems to see the same data. "
+            "Give each its own share, for example with torch.utils.data.DistributedSampler",
+            stacklevel=2,
+        )

@@ -1,0 +1,112 @@
+"""What several models of one loop wait for outside of backward, in one order on every rank.
+
+Note [One order]
+    Ranks may call the models of a step in another order. What comes before a batch (the vote of join(), the choice of
+    `gs.auto()`) waits for the other ranks at once, so the model that is called first sees to it for all of them, in the
+    order in which they were attached. A vote is then a promise for a batch that is still to come; who has no such batch
+    keeps the others company once, as `join()` always did.
+
+    rank 0    A(x) ─ vote A ─ vote B ─ forward    B(y) ─ forward    backward
+    rank 1    B(y) ─ vote A ─ vote B ─ forward    A(x) ─ forward    backward
+
+    Who is out of data does not know in what order the others go on: then each model waits on a thread of its own. So
+    join() blocks of one thread that lie in each other end together, with the outermost.
+
+All of it is of one thread: models that are trained by another one are its own affair.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from gradsync.engine.shared_backward import side_by_side
+
+if TYPE_CHECKING:
+    from gradsync.engine.step import Steps
+
+
+class JoinEnd(NamedTuple):
+    """How one of them ends its join()."""
+
+    shadow: Callable[[], None]  # waits for the others' batches
+    level: Callable[[], None]  # then everything comes from a rank that was active last
+
+
+class _ThreadModels(threading.local):
+    """The models of this thread."""
+
+    def __init__(self) -> None:
+        self.choosing: weakref.WeakSet[Steps] = weakref.WeakSet()  # with `gs.auto()`
+        self.joined: dict[Steps, JoinEnd | None] = {}  # inside join(), or waiting for the outermost one to end
+        self.busy = False
+
+
+_here = _ThreadModels()
+
+
+def chooses(steps: Steps) -> None:
+    """It may have to wait for a choice of `gs.auto()` before a batch."""
+    _here.choosing.add(steps)
+
+
+def forget(steps: Steps) -> None:
+    """It is detached."""
+    _here.choosing.discard(steps)
+
+
+def before_batch(steps: Steps, mates_first: bool = True) -> None:
+    """Choose and vote, for all models that have to: see [One order].
+
+    `mates_first`: what raised in the others' earlier batches is put right before, since other ranks wait there.
+    """
+    mates = sorted({*_here.choosing, *_here.joined, steps}, key=lambda each: each.number)
+    if len(mates) == 1 or _here.busy or not steps.waits:
+        steps.listener.border()
+        steps.vote_if_joining()
+        return
+    mates = [each for each in mates if not each.failed]
+    _here.busy = True
+    try:
+        if mates_first:
+            for each in mates:
+                if each is not steps and (each.active is not None or not each.joining):
+                    each.aborted.put_right_as_mate()
+        for each in mates:
+            if each is steps or each.is_due():
+                each.listener.border()
+        for each in mates:
+            each.vote_if_joining()
+    finally:
+        _here.busy = False
+
+
+def enter(steps: Steps) -> None:
+    """A join() block begins."""
+    _here.joined[steps] = None
+    steps.joining = True
+
+
+def leave(steps: Steps, end: JoinEnd) -> None:
+    """A join() block ends in good order: with the outermost one, all do."""
+    _here.joined[steps] = end
+    ends = [each for _, each in sorted(_here.joined.items(), key=lambda pair: pair[0].number) if each is not None]
+    if len(ends) == len(_here.joined):
+        side_by_side([(each.shadow, each.level) for each in ends])
+
+
+def left(steps: Steps) -> None:
+    """A join() block has ended, in whatever order; it is over if another one is not still to end."""
+    if _here.joined.get(steps) is None:
+        _here.joined.pop(steps, None)
+        _over(steps)
+    if None not in _here.joined.values():
+        while _here.joined:
+            _over(_here.joined.popitem()[0])
+
+
+def _over(steps: Steps) -> None:
+    steps.joining = False
+    steps.active = None

@@ -1,0 +1,72 @@
+"""One tensor at a time, compressed: what `all_reduce(compress=...)` keeps ready for tensors of a form."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from gradsync.compress.recipe import Param
+from gradsync.exchange.choose_route import Exact
+from gradsync.exchange.flat import FlatBucket, Item
+from gradsync.exchange.pipeline import Pipeline
+from gradsync.exchange.residuals import Kept
+from gradsync.exchange.sender import Sender, open_pipeline, travelling_devices
+from gradsync.plan.plan import Plan
+from gradsync.transport.lane import Lane
+
+
+class Compressed:
+    """Sums of tensors on one device by one plan. Nothing is kept: one tensor need not follow from the one before."""
+
+    def __init__(
+        self,
+        lane: Lane,
+        parent: dist.ProcessGroup,
+        plan: Plan,
+        device: torch.device,
+        timeout: float,
+        pipelines: dict[torch.device, Pipeline],
+    ) -> None:
+        """Every rank of the group makes it at once. All plans for a device share one of the `pipelines`."""
+        self._lane = lane
+        exact = Exact(lane, parent, plan.algorithm, travelling_devices(parent, [device], plan), timeout)
+        if device not in pipelines:
+            pipelines[device] = open_pipeline(lane, device)
+        self._sender = Sender(lane, parent, exact, plan, device, timeout, pipeline=pipelines[device])
+        self._flat_bucket: FlatBucket | None = None
+        self._start: dict[str, torch.Tensor] = {}  # the factors from which each call begins
+
+    def reduce(self, tensor: torch.Tensor, scale: float) -> None:
+        """Replace `tensor` by its sum over the ranks; each brings `scale` times its own."""
+        flat_bucket = self._flat_bucket_for(tensor)
+        flat = flat_bucket.items[0].of(flat_bucket.flat)
+        if scale == 1.0:
+            flat.copy_(tensor.detach())
+        else:
+            torch.mul(tensor.detach(), scale, out=flat)
+        flat_bucket.factors = dict(self._start)
+        pending = self._sender.launch(flat_bucket)
+        self._sender.flush()
+        self._lane.wait(pending)
+        with torch.no_grad():
+            tensor.copy_(flat)
+
+    def _flat_bucket_for(self, tensor: torch.Tensor) -> FlatBucket:
+        """The last one, if it had this form: then its tables and buffers are there already."""
+        last = self._flat_bucket
+        if last is None or last.items[0].shape != tuple(tensor.shape) or last.flat.dtype != tensor.dtype:
+            flat = torch.zeros(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+            item = Item(
+                "the tensor",
+                0,
+                tuple(tensor.shape),
+                torch.empty(tensor.shape, device="meta", dtype=torch.float32).stride(),
+            )
+            choice = self._sender.choose(Param(item.name, item.shape, tensor.dtype))
+            last = FlatBucket(0, flat, [item], replace(choice, feedback=False, exact_steps=0))
+            self._sender.replace(Kept({}, {}))  # forgets what it had for another form
+            self._sender.add([last])
+            self._flat_bucket, self._start = last, dict(last.factors)
+        return last

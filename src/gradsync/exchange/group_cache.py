@@ -1,0 +1,97 @@
+"""What stands ready for single tensors: one lane per process group, made by the first call, kept while it lives.
+
+`gs.all_reduce` and `gs.shared_empty` may be called without any model attached. The first call on a group makes
+groups of our own for it, as `attach` does, so nothing we send can meet what the user sends.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from gradsync.algorithms.price import Algorithm
+from gradsync.compress.recipe import Compressor
+from gradsync.errors import GradSyncError
+from gradsync.exchange.choose_route import Exact
+from gradsync.exchange.compressed_sum import Compressed
+from gradsync.exchange.pipeline import Pipeline
+from gradsync.plan.guard import Guard
+from gradsync.plan.plan import Plan
+from gradsync.transport.groups import group_timeout
+from gradsync.transport.lane import NET_S, Lane, open_lane
+
+CARD_NBYTES = 64
+_MAX_COMPRESSED = 16  # recipes whose buffers are kept for the next call
+
+
+class GroupCache:
+    """The lane of one process group, and the ways that were asked for so far."""
+
+    def __init__(self, parent: dist.ProcessGroup) -> None:
+        self._timeout = group_timeout(parent)
+        self.lane = open_lane(parent, Guard(), self._timeout)
+        self.lane.open_team(CARD_NBYTES)
+        self.turn = threading.Lock()  # calls of several threads go one after the other
+        self._gave_up: str | None = None
+        self._exacts: dict[tuple[torch.device, Algorithm | None], Exact] = {}
+        self._compressed: dict[tuple[torch.device, Algorithm | None, Compressor], Compressed] = {}
+        self._pipelines: dict[torch.device, Pipeline] = {}
+
+    def exact(self, parent: dist.ProcessGroup, device: torch.device, algorithm: Algorithm | None) -> Exact:
+        """How tensors on this device are summed; every rank asks for the same, at once."""
+        key = (device, algorithm)
+        if key not in self._exacts:
+            self._exacts[key] = Exact(self.lane, parent, algorithm, [device], self._timeout + NET_S)
+        return self._exacts[key]
+
+    def compressed(
+        self, parent: dist.ProcessGroup, device: torch.device, algorithm: Algorithm | None, compressor: Compressor
+    ) -> Compressed:
+        """How they are summed compressed; likewise."""
+        key = (device, algorithm, compressor)
+        if key not in self._compressed:
+            if len(self._compressed) == _MAX_COMPRESSED:
+                del self._compressed[next(iter(self._compressed))]  # on every rank: all are asked for the same
+            plan, timeout = Plan(algorithm, compressor), self._timeout + NET_S
+            self._compressed[key] = Compressed(self.lane, parent, plan, device, timeout, self._pipelines)
+        return self._compressed[key]
+
+    def check(self, what: str) -> None:
+        """Refuse if an earlier call gave up: ranks no longer know where they are."""
+        if self._gave_up is not None:
+            raise GradSyncError(
+                f"{self.lane.place()} {what} cannot go on after an earlier call gave up ({self._gave_up}); "
+                "exit with an error, or destroy the process group and make a new one on every rank"
+            )
+
+    def give_up(self, error: BaseException) -> None:
+        """This rank left something in its middle: the lane is of no more use, to anybody."""
+        self._gave_up = type(error).__name__
+        if not isinstance(error, GradSyncError):  # otherwise the lane has said already who is to blame
+            self.lane.fail()
+        if self.lane.team is not None:
+            self.lane.team.abandon()
+
+
+_making = threading.Lock()
+_standing: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupCache] = weakref.WeakKeyDictionary()
+
+
+def group_cache(group: dist.ProcessGroup) -> GroupCache:
+    """What stands ready for the members of `group`; every member calls this at once the first time."""
+    found = _standing.get(group)
+    if found is None:
+        with _making:  # threads may come to the first call at once
+            found = _standing.get(group)
+            if found is None:
+                found = _standing[group] = GroupCache(group)
+                weakref.finalize(group, _retire, found.lane)
+    return found
+
+
+def _retire(lane: Lane) -> None:
+    """The group is gone. What this rank had to say, it has said; if it waits for others, it is left alone."""
+    lane.close(together=lane.idle)

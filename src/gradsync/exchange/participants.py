@@ -1,0 +1,201 @@
+"""Who takes part in a round of compressed data, and by which way it goes: everybody, or one rank of each host.
+
+    AllRanks   sums ride the plan's algorithm; on one host payloads are gathered in shared memory
+    Leaders     the first rank of each host, over a channel of their own: what `across_hosts` needs
+
+Rounds work on tensors of host memory (gloo), or of the GPU (NCCL).
+
+Sums inside each host, for what is compressed only across hosts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from gradsync.errors import NotEnoughMemory
+from gradsync.exchange.choose_route import Exact
+from gradsync.exchange.flat import Form
+from gradsync.exchange.pinned import PinnedRoute
+from gradsync.exchange.routes import SharedRoute, card_of
+from gradsync.kernels.library import CODES, Op, OpKind
+from gradsync.transport.groups import BRIDGE, HOUSE, Channel
+from gradsync.transport.lane import Lane
+from gradsync.transport.pending import Collective, Pending
+from gradsync.transport.shared_memory import LANE, Team
+
+_SLICE_S = 1.0
+
+
+class Participants(Protocol):
+    """The ranks of a round."""
+
+    size: int
+    rank: int  # this one's index among them
+    in_memory: bool  # whether gathered data never leaves the host
+
+    def sum(self, flat: torch.Tensor, bucket: int) -> Pending:
+        """Start adding up `flat`, in place."""
+
+    def sum_share(self, form: Form) -> float:
+        """How many of its bytes this rank sends over a network, as a factor."""
+
+    def sum_way(self, form: Form) -> str:
+        """By which algorithm such a tensor is added up."""
+
+    def gather(self, rows: torch.Tensor, bucket: int) -> Pending:
+        """Start filling `rows`, of which each rank has filled its own."""
+
+    def trade(self, rows: torch.Tensor, mine: torch.Tensor, bucket: int) -> Pending:
+        """Start giving each rank its equal part of `mine`; `rows` are the parts that they give to us."""
+
+    def for_sums(self, form: Form) -> torch.Tensor:
+        """Zeros in the memory that suits `sum`; every rank of the group asks at once."""
+
+    def for_gathering(self, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+        """Rows of bytes in the memory that suits `gather`; every rank of the group asks at once."""
+
+
+class AllRanks:
+    """All ranks of the group."""
+
+    def __init__(self, lane: Lane, exact: Exact) -> None:
+        self.size, self.rank = lane.groups.size, lane.groups.rank
+        self.in_memory = lane.one_host
+        self._lane = lane
+        self._exact = exact
+
+    def sum(self, flat: torch.Tensor, bucket: int) -> Pending:
+        return self._exact.launch(flat, bucket)
+
+    def sum_share(self, form: Form) -> float:
+        return self._exact.route(form).wire_share
+
+    def sum_way(self, form: Form) -> str:
+        return self._exact.route(form).name
+
+    def gather(self, rows: torch.Tensor, bucket: int) -> Pending:
+        team = self._lane.team
+        if self.in_memory and team is not None and rows.device.type == "cpu" and team.locate(rows) is not None:
+            step = self._lane.today
+            return self._lane.send(lambda: _gather_in_memory(team, rows, step, bucket), *_words(rows, bucket))
+        return _gather(self._lane, self._lane.groups.data[rows.device.type], rows, self.rank, bucket)
+
+    def trade(self, rows: torch.Tensor, mine: torch.Tensor, bucket: int) -> Pending:
+        return _trade(self._lane, self._lane.groups.data[rows.device.type], rows, mine, bucket)
+
+    def for_sums(self, form: Form) -> torch.Tensor:
+        return self._exact.allocate([form])[0]
+
+    def for_gathering(self, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+        team, nbytes = self._lane.team, shape[0] * shape[1]
+        if self.in_memory and team is not None and device.type == "cpu":
+            try:
+                return team.allocate(nbytes)[:nbytes].view(shape)
+            except NotEnoughMemory:
+                pass  # every rank comes to it: by the backend then
+        return torch.zeros(shape, dtype=torch.uint8, device=device)
+
+
+class Leaders:
+    """The first rank of each host; the others only make the memory with them, and never launch."""
+
+    def __init__(self, lane: Lane, parent: dist.ProcessGroup, device_type: str, timeout: float) -> None:
+        """Every rank of the group calls this at once."""
+        firsts = [host[0] for host in lane.hosts]
+        self.size, self.in_memory = len(firsts), False
+        self.rank = firsts.index(lane.groups.rank) if lane.groups.rank in firsts else -1
+        self._lane = lane
+        lane.groups.add_part(parent, BRIDGE, firsts if self.rank >= 0 else [], device_type, timeout)
+
+    @property
+    def _bridge(self) -> Channel:
+        return self._lane.groups.data[BRIDGE]
+
+    def sum(self, flat: torch.Tensor, bucket: int) -> Pending:
+        issue = self._bridge.sum(flat)
+        return self._lane.follow(Collective(issue, *_words(flat, bucket), self._bridge.on_host))
+
+    def sum_share(self, form: Form) -> float:
+        return 2 * (self.size - 1) / self.size if self.rank >= 0 else 0.0
+
+    def sum_way(self, form: Form) -> str:
+        return "native"
+
+    def gather(self, rows: torch.Tensor, bucket: int) -> Pending:
+        return _gather(self._lane, self._bridge, rows, self.rank, bucket)
+
+    def trade(self, rows: torch.Tensor, mine: torch.Tensor, bucket: int) -> Pending:
+        return _trade(self._lane, self._bridge, rows, mine, bucket)
+
+    def for_sums(self, form: Form) -> torch.Tensor:
+        return torch.zeros(form.numel, dtype=form.dtype, device=form.device)
+
+    def for_gathering(self, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.uint8, device=device)
+
+
+def _gather(lane: Lane, channel: Channel, rows: torch.Tensor, rank: int, bucket: int) -> Pending:
+    # A copy of our row: the backend may not read what it writes.
+    work = channel.gather(rows, rows[rank].clone())
+    return lane.follow(Collective(work, *_words(rows, bucket), channel.on_host))
+
+
+def _trade(lane: Lane, channel: Channel, rows: torch.Tensor, mine: torch.Tensor, bucket: int) -> Pending:
+    return lane.follow(Collective(channel.trade(rows, mine), *_words(rows, bucket), channel.on_host))
+
+
+def _gather_in_memory(team: Team, rows: torch.Tensor, step: int, bucket: int) -> None:
+    """On the lane's thread: each fetches the others' rows."""
+    found = team.locate(rows)
+    assert found is not None
+    segment, offset = found
+    op = Op(
+        card=card_of(rows, step, bucket), count=rows.numel(), dtype=CODES[rows.dtype], scale=1.0, kind=OpKind.GATHER
+    )
+    bounds = _row_bounds(*rows.shape)
+    op.bases, op.bounds = ctypes.addressof(segment.bases(offset)), ctypes.addressof(bounds)
+    while not team.advance(LANE, op, _SLICE_S):
+        pass
+
+
+@lru_cache(maxsize=256)
+def _row_bounds(num_rows: int, nbytes: int) -> ctypes.Array[ctypes.c_uint64]:
+    return (ctypes.c_uint64 * (num_rows + 1))(*(row * nbytes for row in range(num_rows + 1)))
+
+
+def _words(tensor: torch.Tensor, bucket: int) -> tuple[str, int, int]:
+    """How a pending is named."""
+    return f"bucket {bucket}", tensor.numel() * tensor.element_size(), bucket
+
+
+class WithinHosts:
+    """The ranks of this host: in shared memory where they can, else over a channel of their own."""
+
+    def __init__(
+        self, lane: Lane, parent: dist.ProcessGroup, device: torch.device, on_host: bool, timeout: float
+    ) -> None:
+        """Every rank of the group makes it at once."""
+        self._lane = lane
+        self._members = next(host for host in lane.hosts if lane.groups.rank in host)
+        self._routes: dict[str, SharedRoute | PinnedRoute] = {}
+        if on_host and lane.team is not None:
+            self._routes["cpu"] = shared = SharedRoute(lane, lane.team)
+            if device.type != "cpu":
+                self._routes[device.type] = PinnedRoute(lane, shared, device)
+        else:
+            lane.groups.add_part(parent, HOUSE, list(self._members), device.type, timeout)
+
+    def sum(self, flat: torch.Tensor, bucket: int) -> Pending | None:
+        """Start adding up `flat` over the ranks of this host, in place; None if there is only one."""
+        if len(self._members) == 1:
+            return None
+        if flat.device.type in self._routes:
+            return self._routes[flat.device.type].launch(flat, bucket)
+        channel = self._lane.groups.data[HOUSE]
+        nbytes = flat.numel() * flat.element_size()
+        return self._lane.follow(Collective(channel.sum(flat), f"bucket {bucket}", nbytes, bucket, channel.on_host))

@@ -1,0 +1,148 @@
+"""What an observer compares between ranks: a header of our own with every sum of DDP, read one step later.
+
+    step           7                  8                  9
+    header      └─ sent ─┐         └─ sent ─┐
+    read                             of 7               of 8     by then it has arrived: nobody waits
+
+An observer can only tell: whatever it finds, DDP has averaged already. Nor may it hold the training up: a header that
+does not come is waited for for seconds, once, and then nothing is compared any more.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch.optim import Optimizer
+
+from gradsync.agreement.calls import launch_header
+from gradsync.agreement.header import Head, Headers
+from gradsync.agreement.outcome import HealthLog, nonfinite
+from gradsync.drift.monitor import DriftMonitor
+from gradsync.engine.bucket import Entry
+from gradsync.errors import GradSyncError
+from gradsync.integrations.hook_agreement import compare
+from gradsync.plan.guard import Guard
+from gradsync.transport.lane import Lane
+from gradsync.transport.pending import Pending
+
+_PATIENCE_S = 5.0  # for a header that others sent, if they did, before their last sum
+
+
+def say(text: str) -> None:
+    """Warn; where warnings are errors, say it without one: nobody's training ends because somebody watches."""
+    try:
+        warnings.warn(text, stacklevel=3)
+    except Warning:
+        sys.stderr.write(f"gradsync: {text}\n")
+
+
+class Checks:
+    """The headers under way, and what was found."""
+
+    def __init__(self, lane: Lane, entries: list[Entry], guard: Guard) -> None:
+        self.health_log = HealthLog(guard.max_skips)
+        self.paused = False
+        self.looks = guard.nonfinite != "allow"  # whether it wants to see every gradient
+        self._lane = lane
+        self._entries = entries
+        self._names = [entry.name for entry in entries]
+        self._on = lane.groups.size > 1 and (guard.drift != "off" or self.looks)
+        self._seen: list[Optimizer] = []
+        self._optimizers: list[Optimizer] = []
+        self._watch = DriftMonitor(entries, self._optimizers, None, guard, self.health_log, lane.groups.size)
+        self._under_way: deque[tuple[int, Pending, torch.Tensor]] = deque()
+        self._num_bad: list[tuple[int, torch.Tensor]] = []  # of each gradient, perhaps still counted on a device
+        self._step = 0  # announced so far: the lane's steps differ between ranks after join()
+
+    def know(self, optimizer: Optimizer) -> None:
+        """This one steps the model: its state is compared too.
+
+        If it steps all of it: one that has only a part (of ZeroRedundancyOptimizer, say) may have another elsewhere.
+        """
+        if any(optimizer is known for known in self._seen):
+            return
+        self._seen.append(optimizer)
+        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        if all(id(entry.param) in stepped for entry in self._entries if entry.param.requires_grad):
+            self._optimizers.append(optimizer)
+
+    def look_at(self, entry: Entry, grad: torch.Tensor | None) -> None:
+        """Before it is averaged: how many NaN are in it? Nobody waits for the answer here."""
+        if grad is not None:
+            values = grad.detach()._values() if grad.is_sparse else grad.detach()
+            self._num_bad.append((entry.index, values.isfinite().logical_not_().sum()))
+
+    def replaced(self) -> None:
+        """Entries have other parameters from now on."""
+        self._watch.replaced()
+
+    def announce(self) -> None:
+        """This rank's gradients are computed, and parameters at rest."""
+        found, self._num_bad = self._first_bad(), []
+        if not self._on or self.paused:
+            return
+        if self._under_way:
+            self._lane.wait(
+                self._under_way[-1][1], _PATIENCE_S
+            )  # boards hold one: who sends the next has read the last
+        replica_digest, loss_scale = self._watch.announce()
+        index, count = found
+        head = Head(
+            self._step,
+            0,
+            1.0,
+            1,
+            index,
+            1,
+            0,
+            bytes(8),
+            num_nonfinite=count,
+            replica_digest=replica_digest,
+            loss_scale=loss_scale,
+        )
+        pending, rows = launch_header(self._lane, head, bytearray(len(self._entries)))
+        self._under_way.append((self._lane.step, pending, rows))
+        self._watch.take(self._step)
+        self._step += 1
+
+    def hear(self) -> None:
+        """Read the header before the last; every rank is at the same place."""
+        if len(self._under_way) > 1:
+            self._read()()
+
+    def stop(self) -> None:
+        """Compare nothing any more."""
+        self._on = self.looks = False
+
+    def said_goodbye(self) -> bool:
+        """Wait until every rank is here; False if one is not coming."""
+        try:
+            while self._on and self._under_way:
+                self._read()
+            compare(self._lane, "close()")
+        except GradSyncError:
+            return False
+        return True
+
+    def _first_bad(self) -> tuple[int, int]:
+        """The first parameter with NaN or Inf, and how many of its elements; -1 if none has."""
+        if not self._num_bad or self.paused:
+            return -1, 0
+        device = self._num_bad[0][1].device
+        counts = torch.stack([count.to(device) for _, count in self._num_bad]).tolist()
+        bad = ((index, count) for (index, _), count in zip(self._num_bad, counts, strict=True) if count)
+        return next(bad, (-1, 0))
+
+    def _read(self) -> Callable[[], None]:
+        step, pending, rows = self._under_way.popleft()
+        self._lane.wait(pending, _PATIENCE_S)
+        headers = Headers(rows)
+        found = nonfinite(headers, self._names, self._lane.groups.ranks)
+        if found is not None:
+            self.health_log.tell(step, "nonfinite", found.text, found.ranks, found.parameter, found.num_elements)
+            say(f"{self._lane.place()} in step {step} {found.text}")
+        return self._watch.hear(headers, self._lane)

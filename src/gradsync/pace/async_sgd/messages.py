@@ -1,0 +1,121 @@
+"""What ranks write to each other: a request of one size, and after some kinds a payload of bytes.
+
+    worker                                  owner of a shard
+      │ PUSH clock, version read, ▒gradients▒  │
+      ├───────────────────────────────────────▶│ makes an update, at once or when the clock is complete
+      │ PULL clock                             │
+      ├───────────────────────────────────────▶│ waits until the worker may read
+      │ PARAMETERS version, slowest, ▒payload▒ │
+      │◀───────────────────────────────────────┤
+      │ LEAVE, DRAIN, ALIVE, BYE: no payload   │
+
+Every request counts what its sender has heard from its receiver so far: then the receiver may let go of what it
+sent. Nothing is unpickled: a request is a struct, a payload is the tensors' own bytes.
+
+Tensors as one run of bytes on the host, and back.
+
+    │ 1 0 1 │ tensor 0 ···· │ tensor 2 ·· │     first which of them are there, a byte each
+    └ 16 ┘ every part begins at a multiple of 16 bytes, so that it can be seen as its own type
+
+A parameter without a gradient travels as the 0 alone.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+_STRUCT = struct.Struct("<qqqqqq")
+MESSAGE_NBYTES = _STRUCT.size
+REQUEST_TAG = 0  # no payload has it: kinds with one are not 0
+_KIND_BITS, _SHARD_BITS, _VERSION_BITS = 3, 12, 16  # 31 in all: a tag is a non-negative C int
+
+
+class MessageKind(enum.IntEnum):
+    """What a message is about."""
+
+    ALIVE = 0  # nothing new
+    PUSH = 1  # a worker's gradients for one shard
+    PARAMETERS = 2  # the answer to PULL and DRAIN
+    PULL = 3
+    DRAIN = 4  # as PULL, but answered when all have sent it; version 1: this worker goes on afterwards
+    LEAVE = 5  # this worker pushes no more
+    BYE = 6  # nothing follows
+
+
+class Message(NamedTuple):
+    """One request."""
+
+    kind: MessageKind
+    clock: int = 0  # the worker's
+    version: int = 0  # the shard's: as the worker last read it, or as it is answered
+    slowest: int = 0  # in an answer: the lowest clock of all who still push
+    nbytes: int = 0  # of the payload
+    heard: int = 0  # how many requests the sender has had from the receiver
+
+
+def write(message: Message) -> torch.Tensor:
+    """The message as bytes.
+
+    >>> read(write(Message(MessageKind.PULL, clock=3, heard=7)))
+    Message(kind=<MessageKind.PULL: 3>, clock=3, version=0, slowest=0, nbytes=0, heard=7)
+    """
+    return torch.frombuffer(bytearray(_STRUCT.pack(*message)), dtype=torch.uint8)
+
+
+def read(message: torch.Tensor) -> Message:
+    kind, *rest = _STRUCT.unpack(message.numpy().tobytes())
+    return Message(MessageKind(kind), *rest)
+
+
+def payload_tag(kind: MessageKind, shard: int, version: int) -> int:
+    """Marks a payload, so that one of another kind, shard or version never matches it; each modulo its bits.
+
+    >>> hex(payload_tag(MessageKind.PUSH, shard=2, version=3))
+    '0x10020003'
+    """
+    return (kind << _SHARD_BITS | shard % (1 << _SHARD_BITS)) << _VERSION_BITS | version % (1 << _VERSION_BITS)
+
+
+_ALIGN = 16
+
+
+def pack(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """A new tensor of bytes that holds all of them.
+
+    >>> w = torch.tensor([1.0, 2.0])
+    >>> unpack(pack([w, None]), [w, w])
+    [tensor([1., 2.]), None]
+    """
+    begins = _aligned(len(tensors))
+    total = begins + sum(_aligned(t.nbytes) for t in tensors if t is not None)
+    payload = torch.empty(total, dtype=torch.uint8, device="cpu")
+    payload[:begins] = 0
+    for index, tensor in enumerate(tensors):
+        if tensor is not None:
+            payload[index] = 1
+            place = payload[begins : begins + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            place.copy_(tensor.detach())
+            begins += _aligned(tensor.nbytes)
+    return payload
+
+
+def unpack(payload: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """What `pack` was given, as views of the payload; `like` tells the types and shapes."""
+    begins = _aligned(len(like))
+    tensors: list[torch.Tensor | None] = []
+    for there, model in zip(payload[: len(like)].tolist(), like, strict=True):
+        if not there:
+            tensors.append(None)
+            continue
+        tensors.append(payload[begins : begins + model.nbytes].view(model.dtype).view(model.shape))
+        begins += _aligned(model.nbytes)
+    return tensors
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN

@@ -1,0 +1,237 @@
+"""Something to compute, in equal portions, and what its times tell of a rank's processor.
+
+What moving bytes takes from a processor that has gradients to compute.
+
+Two ways to see it, and the larger one counts:
+
+    the cores' time   what this process used while it only communicated
+    the slowdown      how much less it computes while it communicates: interrupts, caches, a core shared
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from statistics import mean, median
+from typing import NamedTuple
+
+import torch
+
+from gradsync.probe.all_reduce_times import Caller, call, start, takes_part
+from gradsync.probe.probe_group import Crew
+
+_BURST_S = 0.01
+_SPELL_S, _BRIEF_SPELL_S = 0.5, 0.2
+_WHOLE_CORE = 0.9
+_SLOW_RANK = 1.15
+_RESTLESS = 0.1
+_COPY_NBYTES, _BRIEF_COPY_NBYTES = 64 << 20, 16 << 20
+_SIDE = {"cpu": 192, "cuda": 2048}  # three such matrices fit into a core's cache; on a GPU they fill it
+
+
+class ProcessorTimes(NamedTuple):
+    """What computes on a rank, measured while every rank is busy."""
+
+    cores: float
+    jitter: float
+    memory_bandwidth: float
+    medians: tuple[float, ...]  # seconds of a burst, by rank
+
+
+class Labour:
+    """Matrix products; a burst is some ten milliseconds of them, the same number on every rank."""
+
+    def __init__(self, crew: Crew, portions: int | None = None) -> None:
+        """Every rank of the group calls this at once; `portions` make a burst, None: as many as take that long."""
+        side = _SIDE[crew.device.type]
+        self._crew = crew
+        # A generator of its own: what the user's model draws next must not depend on whether anybody measured.
+        generator = torch.Generator(crew.device).manual_seed(0)
+        self._operands = [
+            torch.rand(side, side, generator=generator, dtype=torch.float32, device=crew.device) for _ in range(2)
+        ]
+        self._out = torch.empty_like(self._operands[0])
+        self.portion()
+        self.portions = portions or self._calibrate()
+
+    def _calibrate(self) -> int:
+        portion_s = median(_timed(self.portion) for _ in range(20))
+        return max(1, round(_BURST_S / median(self._crew.tell_one(portion_s))))
+
+    def portion(self) -> None:
+        torch.mm(*self._operands, out=self._out)
+        self._crew.settle()
+
+    def burst(self) -> None:
+        for _ in range(self.portions):
+            self.portion()
+
+    def flops(self) -> float:
+        """Operations per second in products of such matrices: the most that this rank could do."""
+        portion_s = min(_timed(self.portion, time.perf_counter) for _ in range(20))
+        return 2 * self._out.shape[0] ** 3 / portion_s
+
+    def rate(self, going: Callable[[], bool]) -> float:
+        """Portions per second, while `going()`."""
+        begun, count = time.perf_counter(), 0
+        while going():
+            self.portion()
+            count += 1
+        return count / (time.perf_counter() - begun)
+
+    def rate_for(self, seconds: float) -> float:
+        deadline = time.perf_counter() + seconds
+        return self.rate(lambda: time.perf_counter() < deadline)
+
+
+def examine(crew: Crew, labour: Labour) -> ProcessorTimes:
+    """Cores, jitter and memory of the ranks; every rank of the group calls this, all get the same."""
+    cores = _cores(crew)
+    # Where ranks take turns on the cores, who waits in one burst has the core in the next: that is no jitter.
+    clock = time.thread_time if cores < _WHOLE_CORE else time.perf_counter
+    crew.meet()
+    bursts = crew.tell([_timed(labour.burst, clock) for _ in range(20 if crew.brief else 60)])
+    medians = tuple(median(row) for row in bursts)
+    return ProcessorTimes(cores, jitter_of(bursts), _copy_bandwidth(crew), medians)
+
+
+def unlike_the_others(processor: ProcessorTimes, name_of: Callable[[int], str]) -> list[str]:
+    """A sentence for each rank that is slower than the others, and one if all are restless.
+
+    >>> unlike_the_others(ProcessorTimes(1.0, 0.01, 1e10, (0.010, 0.010, 0.013)), "rank {} on host b".format)
+    ['rank 2 on host b computes 1.3 times as slowly as the others']
+    """
+    said = []
+    for rank, seconds in enumerate(processor.medians):
+        others = median(each for other, each in enumerate(processor.medians) if other != rank)
+        if seconds > _SLOW_RANK * others:
+            said.append(f"{name_of(rank)} computes {seconds / others:.1f} times as slowly as the others")
+    if processor.jitter > _RESTLESS:
+        said.append(
+            f"equal computations take unequally long, by {100 * processor.jitter:.0f} %: something else runs here, "
+            "or the processor changes its pace"
+        )
+    return said
+
+
+def jitter_of(bursts: Sequence[Sequence[float]]) -> float:
+    """The relative standard deviation of all ranks' bursts, each by its own rank's median.
+
+    As a normal distribution has it whose middle two thirds are as wide: one burst that took ten times as long says
+    little of a step, which is longer than a burst.
+
+    >>> jitter_of([[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]]), round(jitter_of([[0.8, 0.9, 1.0, 1.0, 1.1, 1.2]]), 3)
+    (0.0, 0.1)
+    """
+    relative = sorted(seconds / median(row) for row in bursts for seconds in row)
+    last = len(relative) - 1
+    return (relative[round(0.84 * last)] - relative[round(0.16 * last)]) / 2
+
+
+def _cores(crew: Crew) -> float:
+    """How many cores a rank gets if it asks for two while all ranks do; a GPU counts as one."""
+    if crew.device.type == "cuda":
+        return 1.0
+    return min(2.0, mean(crew.tell_one(_asking_for_two(crew))))
+
+
+def _asking_for_two(crew: Crew) -> float:
+    """The cores' time that two busy threads of this rank get, by the second."""
+    labours = [Labour(crew, portions=1) for _ in range(2)]
+    crew.meet()
+    deadline = time.perf_counter() + (_BRIEF_SPELL_S if crew.brief else _SPELL_S)
+
+    def work(labour: Labour) -> None:
+        torch.get_num_threads()  # a thread that torch did not start heeds set_num_threads() once it has asked
+        while time.perf_counter() < deadline:
+            labour.burst()
+
+    threads = [threading.Thread(target=work, args=(each,), name="gradsync-probe") for each in labours]
+    begun, used = time.perf_counter(), time.process_time()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return (time.process_time() - used) / (time.perf_counter() - begun)
+
+
+def _copy_bandwidth(crew: Crew) -> float:
+    """Bytes per second, read and written, in copies that all ranks make at once."""
+    nbytes = _BRIEF_COPY_NBYTES if crew.brief else _COPY_NBYTES
+    source, target = (torch.zeros(nbytes, dtype=torch.uint8, device=crew.device) for _ in range(2))
+
+    def copy() -> None:
+        target.copy_(source)
+        crew.settle()
+
+    copy()
+    crew.meet()
+    return 2 * nbytes / median(crew.tell_one(median(_timed(copy) for _ in range(3 if crew.brief else 7))))
+
+
+def _timed(work: Callable[[], None], clock: Callable[[], float] = time.perf_counter) -> float:
+    begun = clock()
+    work()
+    return clock() - begun
+
+
+_BURDEN_S, _BRIEF_BURDEN_S = 0.4, 0.12
+_TRIAL_CALLS = 2
+_BOUND_S = 30.0  # then somebody looks after the peers
+
+
+def burden(crew: Crew, labour: Labour, caller: Caller, nbytes: int, call_s: float) -> float:
+    """The share of a core that calls of this size keep busy, from 0 to 1; every rank calls this, all get the same."""
+    if crew.device.type == "cuda":
+        return 0.0
+    spell_s = _BRIEF_BURDEN_S if crew.brief else _BURDEN_S
+    busy = takes_part(crew, caller)
+    crew.meet()
+    used = _core_share(crew, caller, nbytes, _times(spell_s, call_s)) if busy else 0.0
+    # Beside computation calls take longer; how long is not known before.
+    trial = _beside(crew, labour, caller, nbytes, _TRIAL_CALLS) if busy else _Beside(0.0, 0.0)
+    beside_s = max(crew.tell_one(trial.call_s))
+    before = labour.rate_for(spell_s / 2)
+    crew.meet()
+    beside = _beside(crew, labour, caller, nbytes, _times(spell_s, beside_s)).rate if busy else labour.rate_for(spell_s)
+    crew.meet()
+    after = labour.rate_for(spell_s / 2)
+    told = crew.tell([used, _slowdown(before, beside, after)])
+    shares = [max(told[rank]) for team in caller.teams for rank in team]
+    return min(1.0, max(0.0, median(shares)))
+
+
+class _Beside(NamedTuple):
+    rate: float  # portions per second
+    call_s: float
+
+
+def _times(spell_s: float, call_s: float) -> int:
+    return max(_TRIAL_CALLS, round(spell_s / max(call_s, 1e-6)))
+
+
+def _core_share(crew: Crew, caller: Caller, nbytes: int, times: int) -> float:
+    begun, used = time.perf_counter(), time.process_time()
+    call(crew, caller, nbytes, times)
+    return (time.process_time() - used) / (time.perf_counter() - begun)
+
+
+def _slowdown(before: float, beside: float, after: float) -> float:
+    """By which share less was computed beside the calls, as far as it is more than the times without them differ.
+
+    >>> round(_slowdown(100.0, 70.0, 100.0), 2), round(_slowdown(110.0, 70.0, 90.0), 2)
+    (0.3, 0.1)
+    """
+    usual = (before + after) / 2
+    return 1 - (beside + abs(before - after)) / usual
+
+
+def _beside(crew: Crew, labour: Labour, caller: Caller, nbytes: int, times: int) -> _Beside:
+    """What this thread computes while the lane's thread calls."""
+    begun = time.perf_counter()
+    seconds: list[float] = []
+    calls = start(crew, caller, nbytes, times, seconds)
+    rate = labour.rate(lambda: not calls.landed(0) and time.perf_counter() < begun + _BOUND_S)
+    crew.lane.wait(calls)
+    return _Beside(rate, median(seconds))

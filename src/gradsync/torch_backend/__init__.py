@@ -1,0 +1,1 @@
+"""gradsync as a backend of torch.distributed; users import `gradsync.backend`."""

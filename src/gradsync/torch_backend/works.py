@@ -1,0 +1,291 @@
+"""What a collective hands back: a `Work` of torch, for Python and for C++ alike.
+
+Note [Futures]
+    C++ (DDP's reducer, say) waits for a future of torch, which somebody must complete: a thread of ours, in
+    the order
+    of issue, as soon as one was asked for. It needs the interpreter for a moment, which whoever waits in C++ has given
+    up. If it runs a callback that itself asks for a future, as PowerSGD's hook does, it completes that one on the spot:
+    nobody else would.
+
+Note [Errors in backward]
+    A future that fails reaches C++ as a RuntimeError with our text but not our type. So a sum whose future is asked for
+    during backward is also waited for at the end of backward, by a callback that comes before DDP's own: what
+    `backward()` raises is then `gs.PeerLost` itself.
+
+A work around another: all that is not said otherwise is the other's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+
+from gradsync.errors import SyncTimeout
+from gradsync.torch_backend.collectives import Queue, TeamOperation
+from gradsync.transport.lane_thread import LaneThread
+from gradsync.transport.pending import Errand
+
+NO_TIMEOUT = timedelta(0)
+
+
+class WrappedWork(dist.Work):
+    """What a collective hands back, with something added by those who inherit."""
+
+    def __init__(self, work: dist.Work) -> None:
+        super().__init__()
+        self._work = work
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        return self._work.wait(timeout)
+
+    def synchronize(self) -> None:
+        self._work.synchronize()
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self._work.is_success()
+
+    def exception(self) -> Any:
+        return self._work.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._work.result()
+
+    def source_rank(self) -> int:
+        return self._work.source_rank()
+
+    def _source_rank(self) -> int:
+        return self._work._source_rank()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._work.get_future()
+
+    def get_future_result(self) -> torch.futures.Future[Any]:
+        return self._work.get_future_result()  # type: ignore[attr-defined]  # missing in the stubs
+
+    def block_current_stream(self) -> None:
+        self._work.block_current_stream()
+
+
+class Done(dist.Work):
+    """What was done before its work was handed back."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = list(tensors)
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def synchronize(self) -> None: ...
+
+    def result(self) -> list[torch.Tensor]:
+        return self._tensors
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        future = torch.futures.Future[list[torch.Tensor]]()
+        future.set_result(self._tensors)
+        return future
+
+
+class SharedWork(dist.Work):
+    """Operations under way in shared memory."""
+
+    def __init__(
+        self,
+        queue: Queue,
+        completer: Completer,
+        calls: Sequence[TeamOperation],
+        tensors: Sequence[torch.Tensor],
+        limit: float,
+    ) -> None:
+        super().__init__()
+        self._queue = queue
+        self._completer = completer
+        self._calls = calls
+        self._in_flight = queue.start(calls)
+        self._tensors = list(tensors)
+        self._limit = limit  # seconds
+        self._lock = threading.Lock()  # whoever comes first settles, the others learn how it went
+        self._settled = False
+        self._error: BaseException | None = None
+        self._told = False
+        self._bare = torch.futures.Future[Any]()
+        self._future: torch.futures.Future[Any] | None = None
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Return when the tensors hold the result; raise if somebody is lost, or does not come in time."""
+        limit = min(timeout.total_seconds() or self._limit, threading.TIMEOUT_MAX)
+        if not self._lock.acquire(timeout=limit):  # somebody else settles it, with a longer bound
+            what = self._calls[0].what
+            error = SyncTimeout(f"{self._queue.lane.place()} waited {limit:.1f} s for {what}; allow more time", ())
+            self._queue.lane.fail()
+            self._queue.give_up(error)
+            raise error
+        try:
+            if not self._settled:
+                self._settle(limit)
+        finally:
+            self._lock.release()
+        if self._future is not None:
+            self._tell(self._future)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it has ended; then the tensors hold the result, also for who only asks and never waits."""
+        if not self._settled and all(pending.landed(0) for pending in self._in_flight):
+            self.complete()
+        return self._settled
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """What went wrong, as far as it has ended."""
+        if self.is_completed():
+            try:
+                self.wait()
+            except RuntimeError as error:
+                return error
+        return None
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._tensors
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """The tensors, when they hold the result; see [Futures]."""
+        with self._lock:
+            new = self._future is None
+            if self._future is None:
+                # It fails where C++ can see it, when the bare one brings an error.
+                self._future = self._bare.then(_unwrap)
+        if new:
+            self._completer.take(self)
+        return self._future
+
+    def complete(self) -> None:
+        """Wait, then tell whoever has the future. Never raises."""
+        with contextlib.suppress(RuntimeError):
+            self.wait()
+
+    def _tell(self, future: torch.futures.Future[Any]) -> None:
+        with self._lock:
+            mine, self._told = not self._told, True
+        if mine:
+            self._bare.set_result(self._tensors if self._error is None else self._error)
+        else:
+            with contextlib.suppress(RuntimeError):
+                future.wait()  # somebody else is just telling
+
+    def _settle(self, timeout: float) -> None:
+        try:
+            self._queue.settle(self._calls, self._in_flight, timeout)
+        except RuntimeError as error:
+            self._error = error
+        self._settled = True
+
+
+class IntegerMean(WrappedWork):
+    """A sum of integers that becomes their mean, rounded towards zero as NCCL does; gloo refuses such a mean."""
+
+    def __init__(self, work: dist.Work, tensors: Sequence[torch.Tensor], num_ranks: int) -> None:
+        super().__init__(work)
+        self._tensors = list(tensors)
+        self._num_ranks = num_ranks
+        self._lock = threading.Lock()
+        self._divided = False
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        self._work.wait(timeout)
+        self._divide()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        completed = self._work.is_completed()
+        if completed and self._work.is_success():
+            self._divide()
+        return completed
+
+    def result(self) -> list[torch.Tensor]:
+        return self._tensors
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        def divided(future: torch.futures.Future[Any]) -> list[torch.Tensor]:
+            future.value()  # raises what went wrong
+            return self._divide()
+
+        return self._work.get_future().then(divided)
+
+    def _divide(self) -> list[torch.Tensor]:
+        with self._lock:
+            if not self._divided:
+                self._divided = True
+                for tensor in self._tensors:
+                    tensor.div_(self._num_ranks, rounding_mode="trunc")
+        return self._tensors
+
+
+class Completer:
+    """Completes the futures of a group's works, in order; see [Futures] and [Errors in backward]."""
+
+    def __init__(self, lane_thread: LaneThread) -> None:
+        self._lane_thread = lane_thread
+        self._thread = -1  # that of the lane thread, once it runs
+        self._task = -1  # the backward that has a callback, which waits for these
+        self._in_backward: list[SharedWork] = []
+
+    def take(self, work: SharedWork) -> None:
+        if threading.get_ident() == self._thread or work.is_completed():
+            work.complete()
+            return
+        self._lane_thread.take(Errand(lambda: self._complete(work), "a future", 0, -1))
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            return
+        if task != self._task:
+            self._task, self._in_backward = task, []
+            Variable._execution_engine.queue_callback(partial(_wait_for_all, self._in_backward))
+        self._in_backward.append(work)
+
+    def _complete(self, work: SharedWork) -> None:
+        self._thread = threading.get_ident()
+        work.complete()
+
+
+def _wait_for_all(works: list[SharedWork]) -> None:
+    while works:
+        works.pop(0).wait()
+
+
+def _unwrap(future: torch.futures.Future[Any]) -> list[torch.Tensor]:
+    value = future.value()
+    if isinstance(value, BaseException):
+        raise value
+    return value

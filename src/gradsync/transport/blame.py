@@ -1,0 +1,123 @@
+"""Who is to blame, as pure functions of what was seen.
+
+Blame goes to who is dead, silent or late, never to who reported. A rank that gives up writes whom it holds
+responsible, and the others take that over instead of blaming it when it exits:
+
+    rank 2   ✕ killed
+    rank 0     gave up: "rank 2"  ✕ exits
+    rank 1                            sees 0 and 2 dead, and names only rank 2
+
+Who may have stopped after giving us all we wait for is excused for a moment: it gave up or left, or it is
+already past this step. Only if that moment brings neither the data nor another culprit is it blamed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from gradsync.errors import JOIN
+from gradsync.transport.heartbeat import Phase, RankState
+
+_GAVE_UP = (Phase.FAILED, Phase.LOST_PEER)
+
+
+class Sight(NamedTuple):
+    """One peer, as it was seen just now."""
+
+    state: RankState
+    dead: bool
+    silent: bool
+    held_s: float = 0.0  # how long its interpreter was not heard of though its process runs
+
+    @property
+    def gone(self) -> bool:
+        return self.dead or self.silent
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it takes part no more: gone, left, or gave up."""
+        return self.gone or self.state.phase == Phase.LEFT or self.state.phase in _GAVE_UP
+
+    def excused(self, step: int) -> bool:
+        """Whether it may have stopped for a reason that lies with others, or after this step was done."""
+        return self.state.phase == Phase.LEFT or self.state.phase in _GAVE_UP or self.state.step > step
+
+
+Sights = Mapping[int, Sight]
+
+
+def lost(sights: Sights, step: int) -> list[int]:
+    """Ranks that died or fell silent in the midst of this step, or before it."""
+    return [rank for rank, sight in sights.items() if sight.gone and not sight.excused(step)]
+
+
+def stopped(sights: Sights) -> list[int]:
+    """Ranks that take part no more."""
+    return [rank for rank, sight in sights.items() if sight.stopped]
+
+
+def late(sights: Sights, step: int) -> list[int]:
+    """Ranks that do not wait in this step as we do, and those that stopped."""
+    here = (step, Phase.WAITING)
+    return [rank for rank, (state, *_) in sights.items() if (state.step, state.phase) != here and state.step <= step]
+
+
+def blame(sights: Sights, suspects: Iterable[int], step: int) -> tuple[list[int], list[int]]:
+    """Follow what the suspects report: the guilty, and those who are excused unless nobody is guilty.
+
+    The guilty may include this rank itself, which has no sight of its own.
+    """
+    guilty, excused, seen = set[int](), set[int](), set[int]()
+    open_ = list(suspects)
+    while open_:
+        rank = open_.pop()
+        if rank in seen:
+            continue
+        seen.add(rank)
+        sight = sights.get(rank)
+        if sight is not None and sight.state.phase in _GAVE_UP and sight.state.culprits:
+            open_ += [culprit for culprit in sight.state.culprits if 0 <= culprit <= len(sights)]
+        elif sight is not None and sight.excused(step):
+            excused.add(rank)
+        else:
+            guilty.add(rank)
+    return sorted(guilty), sorted(excused)
+
+
+def is_lost(sights: Sights, rank: int) -> bool:
+    """Whether the rank will never come, as opposed to: it is late."""
+    sight = sights.get(rank)
+    reported = any(s.state.phase == Phase.LOST_PEER and rank in s.state.culprits for s in sights.values())
+    return reported or (sight is not None and sight.stopped)
+
+
+def way_out(sights: Sights, ranks: Iterable[int]) -> str:
+    """What to do when these ranks take part no more: who ended in good order has no batches left, most likely."""
+    if all(rank in sights and sights[rank].state.phase == Phase.LEFT for rank in ranks):
+        return f"It ended by itself: {JOIN}. Otherwise see its own log; a restart alone would end at the same place"
+    return (
+        "Exit with an error and let the launcher restart all ranks (torchrun --max-restarts) from the last checkpoint"
+    )
+
+
+def account(sight: Sight, name: str, pid: int | None, lost: bool) -> str:
+    """What became of one rank, as part of a sentence."""
+    state = sight.state
+    who = f"{name} (pid {pid})" if pid is not None else name
+    if state.phase in _GAVE_UP:
+        return f"{who} failed in step {state.step}"
+    if state.phase == Phase.LEFT:
+        return f"{who} {'ended' if sight.dead else 'left'} in step {state.step}"
+    if sight.dead:
+        return f"{who} died in step {state.step}"
+    if lost:
+        # Of a process of this host the kernel would know: see [Late is not dead] in `liveness`.
+        perhaps = "" if pid is not None else " (if only its interpreter was held, allow gs.Guard(dead_after=seconds))"
+        return f"{who} gives no sign of life{perhaps}, last seen {state.phase} in step {state.step}"
+    if sight.held_s:
+        return (
+            f"{who} is alive but its interpreter has been held for {sight.held_s:.0f} s (by a C function that does not "
+            f"release it), last seen {state.phase} in step {state.step}"
+        )
+    return f"{who} is alive but still {state.phase} in step {state.step}"

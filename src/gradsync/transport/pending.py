@@ -1,0 +1,212 @@
+"""What is under way: a pending for each, whatever moves it.
+
+    Collective  a backend's own, on its threads or streams
+    ByWorker    an operation in shared memory, a sum say, by the team's worker
+    ByCaller    the same, done by whoever waits for it
+    Notice      a message from each to all on the team's boards
+    Promise     what a thread of ours will finish: a bucket's whole journey, say
+    Errand      a Python function on the lane's thread
+    OnStream    messages between GPUs, on a stream of their own
+
+`landed(slice_s)` waits for at most a slice and tells whether it has ended; `settle()` then raises what went
+wrong, or orders streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradsync.kernels.library import Op
+from gradsync.transport.shared_memory import Team
+
+
+class Pending(ABC):
+    """Something under way; `what` and `bucket` are how an error names it."""
+
+    on_host = True  # whether waiting blocks the host, or a stream
+    patience_s = 0.0  # how long to wait before looking after the peers
+
+    def __init__(self, what: str, nbytes: int = 0, bucket: int = -1) -> None:
+        self.launched_at = time.perf_counter()
+        self.finished_at = 0.0
+        self.what = what
+        self.bucket = bucket
+        self.nbytes = nbytes
+        self.succeeded = False
+        self.refused = False  # it came to nothing on every rank at once, and what follows may go on
+
+    @abstractmethod
+    def landed(self, slice_s: float) -> bool:
+        """Whether it has ended, well or badly; waits for at most `slice_s`."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """After it has landed: raise RuntimeError if it failed."""
+
+
+class Collective(Pending):
+    """A collective of a backend."""
+
+    def __init__(self, work: dist.Work, what: str, nbytes: int, bucket: int, on_host: bool) -> None:
+        super().__init__(what, nbytes, bucket)
+        self.on_host = on_host
+        self._work = work
+        self._done = threading.Event()
+        if on_host:
+            work.get_future().add_done_callback(self._completed)
+
+    def _completed(self, future: Any) -> None:
+        self.finished_at = time.perf_counter()
+        with contextlib.suppress(RuntimeError):
+            future.value()
+            self.succeeded = True
+        self._done.set()
+
+    def landed(self, slice_s: float) -> bool:
+        return self._done.wait(slice_s)
+
+    def settle(self) -> None:
+        self._work.wait()
+
+
+class _TeamPending(Pending):
+    """Something that a team does: `_go_on` may raise, which is kept for `settle`."""
+
+    _error: Exception | None = None
+
+    @abstractmethod
+    def _go_on(self, slice_s: float) -> bool: ...
+
+    def landed(self, slice_s: float) -> bool:
+        if self.succeeded or self._error is not None:
+            return True
+        try:
+            self.succeeded = self._go_on(slice_s)
+        except Exception as error:
+            self._error = error
+        return self.succeeded or self._error is not None
+
+    def settle(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+class ByWorker(_TeamPending):
+    """An operation of the team that its worker does: a sum, say."""
+
+    def __init__(self, team: Team, op: Op, keeps: object, what: str, nbytes: int, bucket: int) -> None:
+        super().__init__(what, nbytes, bucket)
+        self._keeps = keeps  # the worker reads and writes there
+        self._job = team.submit(op)
+
+    def _go_on(self, slice_s: float) -> bool:
+        done = self._job.wait(slice_s)
+        self.finished_at = self._job.finished_at
+        return done
+
+
+class ByCaller(_TeamPending):
+    """The same, done by the waiting thread itself."""
+
+    patience_s = 0.05
+
+    def __init__(self, team: Team, stream: int, op: Op, what: str) -> None:
+        super().__init__(what)
+        self._team, self._stream, self._op = team, stream, op
+
+    def _go_on(self, slice_s: float) -> bool:
+        return self._team.advance(self._stream, self._op, slice_s)
+
+
+class Notice(_TeamPending):
+    """Every rank's row on the boards."""
+
+    def __init__(self, team: Team, row: torch.Tensor, rows: torch.Tensor, what: str) -> None:
+        super().__init__(what, row.numel())
+        self._team, self._rows = team, rows
+        team.post(row)
+
+    def _go_on(self, slice_s: float) -> bool:
+        done = self._team.collect(self._rows, slice_s)
+        self.finished_at = time.perf_counter()
+        return done
+
+
+class Promise(Pending):
+    """What a thread of ours will finish."""
+
+    def __init__(self, what: str, nbytes: int, bucket: int, on_host: bool = True) -> None:
+        super().__init__(what, nbytes, bucket)
+        self.on_host = on_host
+        self.after: Callable[[], None] = _nothing  # what the waiting thread does when it has landed
+        self._done = threading.Event()
+        self._error: Exception | None = None
+
+    def finish(self, error: Exception | None = None) -> None:
+        """It has ended: well, or by this error."""
+        self._error = error
+        self.succeeded = error is None
+        self.finished_at = time.perf_counter()
+        self._done.set()
+
+    def landed(self, slice_s: float) -> bool:
+        return self._done.wait(slice_s)
+
+    def settle(self) -> None:
+        if self._error is not None:
+            raise self._error
+        self.after()
+
+
+class Errand(Promise):
+    """A function that the lane's thread runs in its turn."""
+
+    def __init__(self, run: Callable[[], None], what: str, nbytes: int, bucket: int) -> None:
+        super().__init__(what, nbytes, bucket)
+        self._run = run
+
+    def go(self, broken: Exception | None) -> Exception | None:
+        """On the lane's thread: run, unless an earlier one failed; the error there was."""
+        failed: Exception | None = None
+        try:
+            if broken is not None:
+                raise RuntimeError(str(broken)) from broken
+            self._run()
+        except Exception as error:
+            failed = error
+        self._run = _nothing  # what it holds (tensors, say) is free now
+        self.finish(failed)
+        return failed
+
+
+class OnStream(Pending):
+    """What was issued to a side stream of a GPU, after all that the current stream does so far."""
+
+    on_host = False
+
+    def __init__(self, flat: torch.Tensor, issue: Callable[[], None], what: str, nbytes: int, bucket: int) -> None:
+        super().__init__(what, nbytes, bucket)
+        self._device = flat.device
+        stream = torch.cuda.Stream(flat.device)
+        stream.wait_stream(torch.cuda.current_stream(flat.device))
+        with torch.cuda.stream(stream):
+            issue()
+        flat.record_stream(stream)
+        self._stream = stream
+
+    def landed(self, slice_s: float) -> bool:
+        return True
+
+    def settle(self) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+def _nothing() -> None: ...

@@ -1,0 +1,186 @@
+"""The step header: it says everything that it was told, and ranks out of step all hear the same sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gradsync as gs
+from gradsync.agreement.header import HEAD_NBYTES, Flag, Head, Headers, Mark, check_headers, pack_header
+
+T, U = int(Mark.TRAINABLE), int(Mark.TRAINABLE | Mark.USED)
+
+int32, int64 = st.integers(-(2**31), 2**31 - 1), st.integers(-(2**63), 2**63 - 1)
+heads = st.builds(
+    Head,
+    step=int64,
+    schedule=st.integers(0, 2**64 - 1),
+    weight=st.floats(allow_nan=False),
+    backwards=int32,
+    nonfinite=int32,
+    micro_batches=int32,
+    flags=st.integers(0, 2**32 - 1),
+    digest=st.binary(min_size=8, max_size=8),
+    call=int32,
+    num_nonfinite=int64,
+    order=st.integers(0, 2**64 - 1),
+    replica_digest=st.binary(min_size=8, max_size=8),
+    loss_scale=st.floats(allow_nan=False),
+    num_steps=int32,
+)
+
+
+def head(**changes: Any) -> Head:
+    usual = Head(step=4, schedule=77, weight=1.0, backwards=1, nonfinite=-1, micro_batches=1, flags=0, digest=bytes(8))
+    return usual._replace(**changes)
+
+
+def headers(*rows: tuple[Head, list[int]]) -> Headers:
+    return Headers(torch.stack([pack_header(row, bytearray(marks)) for row, marks in rows]))
+
+
+@given(st.integers(0, 20).flatmap(lambda n: st.lists(st.tuples(heads, st.binary(min_size=n, max_size=n)), min_size=1)))
+def test_a_header_says_what_it_was_told(rows: list[tuple[Head, bytes]]) -> None:
+    received = headers(*[(each, list(marks)) for each, marks in rows])
+    assert received.heads == [each for each, _ in rows]
+    assert received.marks == [marks for _, marks in rows]
+
+
+def test_a_header_has_one_byte_per_parameter_and_a_fixed_head() -> None:
+    assert pack_header(head(), bytearray(0)).numel() == HEAD_NBYTES
+    assert pack_header(head(step=2**40), bytearray(9)).numel() == HEAD_NBYTES + 9
+    assert pack_header(head(), bytearray(9)).dtype == torch.uint8
+
+
+@given(
+    st.integers(0, 8).flatmap(lambda n: st.lists(st.lists(st.integers(0, 15), min_size=n, max_size=n), min_size=1)),
+    st.sampled_from([Mark.USED, Mark.TRAINABLE, Mark.REPEATED, Mark.SPARSE]),
+)
+def test_any_tells_for_each_parameter_whether_a_rank_set_the_mark(marks: list[list[int]], mark: Mark) -> None:
+    expected = bytes(int(any(row[i] & mark for row in marks)) for i in range(len(marks[0])))
+    assert headers(*[(head(), row) for row in marks]).any(mark) == expected
+
+
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=6), st.sampled_from([Flag.ABORTED, Flag.WEIGHTED, Flag.SHADOW]))
+def test_flagged_tells_which_ranks_set_the_flag(flags: list[int], flag: Flag) -> None:
+    received = headers(*[(head(flags=each), []) for each in flags])
+    assert received.flagged(flag) == [rank for rank, each in enumerate(flags) if each & flag]
+
+
+def test_the_total_weight_counts_micro_batches() -> None:
+    rows = [head(weight=3.0, micro_batches=2), head(weight=0.5, micro_batches=4), head(weight=0.0)]
+    assert headers(*[(row, []) for row in rows]).total_weight() == 8.0
+
+
+# What ranks say when they are not in the same synchronization
+
+
+def complaint(*rows: tuple[Head, list[int]], ranks: tuple[int, ...] = (10, 11, 12)) -> str:
+    with pytest.raises(gs.Disagreement) as caught:
+        check_headers(headers(*rows), ["w", "b"], ranks[: len(rows)])
+    return str(caught.value)
+
+
+def test_ranks_in_step_may_go_on() -> None:
+    check_headers(headers((head(), [U, T]), (head(), [T, U])), ["w", "b"], (0, 1))
+
+
+def test_ranks_in_different_steps_are_named_with_both_steps() -> None:
+    said = complaint((head(), [U, U]), (head(), [U, U]), (head(step=5), [U, U]))
+    assert said.startswith("rank 12 is in synchronization 5 and rank 10 in 4: they did not call backward equally often")
+    assert "sync.join()" in said
+
+
+def test_buckets_laid_out_differently_are_not_blamed_on_backward_calls() -> None:
+    said = complaint((head(), [U, U]), (head(schedule=78), [U, U]))
+    assert said.startswith("rank 11 and rank 10 packed their gradients differently in synchronization 4")
+    assert "backward" not in said
+
+
+def test_uneven_backwards_are_named_with_both_counts() -> None:
+    said = complaint((head(), [U, U]), (head(backwards=3), [U, U]))
+    assert said.startswith("rank 11 ran 3 backward calls since the last synchronization but rank 10 ran 1")
+    assert "no_sync()" in said
+    assert "set_batch_weight()" in said
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        head(backwards=3, flags=Flag.WEIGHTED),
+        head(backwards=3, micro_batches=3),
+        head(backwards=0, flags=Flag.SHADOW),
+        head(step=9, flags=Flag.ABORTED),
+    ],
+    ids=["weighted", "a longer window", "out of data", "aborted"],
+)
+def test_uneven_backwards_are_fine_with_a_reason(other: Head) -> None:
+    check_headers(headers((head(), [U, U]), (other, [U, U])), ["w", "b"], (0, 1))
+
+
+def test_a_group_of_shadows_agrees() -> None:
+    check_headers(headers((head(flags=Flag.SHADOW), [T]), (head(flags=Flag.SHADOW), [T])), ["w"], (0, 1))
+
+
+def test_a_parameter_frozen_on_some_ranks_is_named_with_all_ranks() -> None:
+    said = complaint((head(), [U, U]), (head(), [U, 0]), (head(), [U, U]))
+    assert said.startswith('parameter 1 ("b") requires a gradient on ranks 10 and 12 but not on rank 11')
+    assert "in the same step on every rank" in said
+
+
+# The same through the engine: every rank raises, with the same text
+
+
+def train(change: str) -> list[str]:
+    """Two steps; before the second, rank 1 does something of its own. What each rank heard."""
+    torch.manual_seed(dist.get_rank())
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    sync = gs.attach(model)
+    batch = torch.randn(5, 3)
+    heard = []
+    for step in range(2):
+        try:
+            if step == 1:
+                alone(change, sync, model, batch)
+            model(batch).square().mean().backward()
+        except gs.GradSyncError as error:
+            heard.append(f"{type(error).__name__}: {error}")
+            heard.append(str([parameter.grad for parameter in model.parameters()]))
+    sync.detach()
+    return heard
+
+
+def alone(change: str, sync: gs.GradSync, model: torch.nn.Sequential, batch: torch.Tensor) -> None:
+    if change == "weighted":
+        sync.set_batch_weight(1.0 + dist.get_rank())
+    if dist.get_rank() == 0:
+        return
+    if change == "freeze":
+        model[1].bias.requires_grad_(False)
+    else:
+        with sync.no_sync():
+            model(batch).square().mean().backward()
+
+
+def test_freezing_a_parameter_on_one_rank_is_the_same_error_on_all(run: Any) -> None:
+    one, other = run(train, "freeze")
+    assert one[0] == other[0]
+    assert one[0].startswith('Disagreement: parameter 3 ("1.bias") requires a gradient on rank 0 but not on rank 1; ')
+
+
+def test_a_backward_under_no_sync_on_one_rank_is_the_same_error_on_all(run: Any) -> None:
+    one, other = run(train, "no_sync")
+    assert one == other
+    assert one[0].startswith(
+        "Disagreement: rank 1 ran 2 backward calls since the last synchronization but rank 0 ran 1"
+    )
+    assert one[1] == "[None, None, None, None]", "a failed step leaves no gradient"
+
+
+def test_a_backward_under_no_sync_on_one_rank_is_fine_with_weights(run: Any) -> None:
+    assert run(train, "weighted") == [[], []]
