@@ -136,7 +136,7 @@ def _summing(by: str, shared: bool, numel: int, guard: gs.Guard) -> tuple[Lane, 
     if by == "all_reduce":
         flat = gs.shared_empty(numel) if shared else torch.zeros(numel)
         lane = group_cache(world).lane
-        lane.step = 0
+        lane.session.continue_at(0)
         return lane, flat, lambda step: (gs.all_reduce(flat, op="sum"), None)[1]
     assert guard.timeout is not None
     lane = open_lane(world, guard, guard.timeout)
@@ -146,7 +146,7 @@ def _summing(by: str, shared: bool, numel: int, guard: gs.Guard) -> tuple[Lane, 
     flat = exact.allocate([Form(numel, torch.float32, cpu)])[0] if shared else torch.zeros(numel)
 
     def add(step: int) -> None:
-        lane.step = step
+        lane.session.continue_at(step)
         lane.at(Phase.BACKWARD, 0)
         lane.wait(exact.launch(flat, 0))
 

@@ -13,7 +13,7 @@ import torch
 from gradsync.errors import PeerFault, PeerLost, SyncTimeout
 from gradsync.plan.guard import Guard
 from gradsync.transport import abandoned
-from gradsync.transport import lane as module
+from gradsync.transport import waiting as waits
 from gradsync.transport.blame import Sight
 from gradsync.transport.groups import Groups
 from gradsync.transport.heartbeat import INITIAL, Phase, RankState
@@ -102,15 +102,15 @@ def peers() -> Peers:
 
 @pytest.fixture
 def lane(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> Lane:
-    monkeypatch.setattr(module, "_SLICE_S", 0.001)
-    monkeypatch.setattr(module, "_GRACE_S", 0.05)
+    monkeypatch.setattr(waits, "_SLICE_S", 0.001)
+    monkeypatch.setattr(waits, "_GRACE_S", 0.05)
     return make(peers, timeout=30)
 
 
 def make(peers: Peers, timeout: float, warn_after: float = 30) -> Lane:
     lane = Lane(Groups(0, 3, RANKS), peers, Guard(warn_after=warn_after), timeout)  # type: ignore[arg-type]
-    lane.step = STEP
-    lane.describe = lambda bucket: f"bucket {bucket} (weight {bucket})"
+    lane.session.continue_at(STEP)
+    lane.session.name_buckets(lambda bucket: f"bucket {bucket} (weight {bucket})")
     return lane
 
 

@@ -66,7 +66,7 @@ def switch(steps: Steps, builder: Builder, plan: Plan) -> None:
     new.weighting.unit, new.weighting.weight = old.weighting.unit, old.weighting.weight
     new.dropped, new.delivered = old.dropped, old.delivered
     new.recorder.count = old.recorder.count
-    new.lane.step = old.lane.step
+    new.lane.session.continue_at(old.lane.step)
     steps.install(engine)
     # All ranks have met in the new lane, so nobody reads from the old one any more; but a stream may be behind.
     if any(not channel.on_host for channel in old.lane.groups.data.values()):

@@ -133,7 +133,7 @@ class Keeper:
         self._synchronization.weighting.load(parts[0].weight if goes_on else None)
         self._steps.aborted.spoiled = Flag(parts[0].aborted if goes_on else 0)
         self._steps.aborted.retries.another_batch()
-        self._lane.step = shared.step
+        self._lane.session.continue_at(shared.step)
 
     def _go_on_in(self, held: Held) -> None:
         """This is the window now: what its backwards brought counts as brought here."""

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -299,8 +300,7 @@ class GradSync:
         self._scaling.close()
         self._steps.close()
         self._leaving.close()
-        objection = self._say_goodbye()
-        together = not self._steps.failed
+        together, objection = self._lane.session.goodbye(partial(self._steps.meet, Call.DETACH))
         self._steps.pace.close(together)
         for entry in self._synchronization.entries:
             if entry.param.grad is not None and entry.param.grad._is_view():
@@ -319,18 +319,3 @@ class GradSync:
             raise GradSyncError(
                 f"{what} needs a mean of gradients in every step, which {name} does not make; {way_out}"
             )
-
-    def _say_goodbye(self) -> Disagreement | None:
-        """Wait until every rank is here, so that nobody closes a connection another still reads.
-
-        Who is gone is not missed; but ranks that go on without this one are a mistake that all hear of.
-        """
-        if self._steps.failed:
-            return None
-        try:
-            self._steps.meet(Call.DETACH)
-        except Disagreement as error:
-            return error
-        except GradSyncError:
-            pass
-        return None

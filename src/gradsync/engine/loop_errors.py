@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from gradsync.engine.listeners import Listener, NoListener
 from gradsync.engine.synchronization import Synchronization
-from gradsync.errors import BackwardAborted, GradSyncError, NonFinite, PeerFault
+from gradsync.errors import BackwardAborted, GradSyncError
 
 _COMPILED = "if the whole model is under torch.compile, compile its blocks instead (block.compile())"
 
@@ -87,7 +87,6 @@ class Failing:
     """The part of `Steps` that knows whether it can go on."""
 
     def __init__(self, synchronization: Synchronization) -> None:
-        self.failed = False
         self.listener: Listener = NoListener()
         self.synchronization = synchronization
 
@@ -100,13 +99,15 @@ class Failing:
             self.give_up(error)
             raise
 
+    @property
+    def failed(self) -> bool:
+        """Whether an earlier synchronization did."""
+        return self.synchronization.lane.session.failed is not None
+
     def give_up(self, error: BaseException) -> None:
         """This was raised; some errors end a step only."""
-        if self.failed or isinstance(error, BackwardAborted | NonFinite):
+        if not self.synchronization.lane.session.give_up(error):
             return
-        self.failed = True
-        if not isinstance(error, PeerFault):
-            self.synchronization.lane.fail()
         self.listener.failed(error)
         for entry in self.synchronization.entries:
             if entry.param.requires_grad:

@@ -343,9 +343,9 @@ class Steps(Failing):
         self.refuse_if_failed()
         if call is Call.DETACH and sys.exception() is not None:
             # The others may wait elsewhere, in a collective of their framework: they hear of it, we do not wait.
-            self._lane.fail()
-            self.failed = True  # what is under way may never end
-            raise GradSyncError(f"{self._lane.place()} detached because of an error: nobody is waited for")
+            aside = GradSyncError(f"{self._lane.place()} detached because of an error: nobody is waited for")
+            self._lane.session.give_up(aside)  # what is under way may never end
+            raise aside
         if call is not Call.VOTE:  # before a vote that was done
             self.aborted.put_right()
             self.aborted.end_window()

@@ -269,7 +269,8 @@ class Synchronization:
         self.sender.rescale(unit / self.weighting.unit)  # what is kept is in the unit of what comes next
         self.bucket_order.learn(headers, self._arrivals)
         self._begin_step()
-        step, self.lane.step = self.lane.place(), self.lane.step + 1
+        step = self.lane.place()
+        self.lane.session.next_step()
         self.logbook.closed = True
         self.lane.at(Phase.COMPUTING)
         if verdict is Outcome.RAISES:

@@ -115,7 +115,7 @@ class Tracing:
         synchronization.logbook.tracer = self.tracer
         synchronization.recorder.told = self.tracer.waited
         synchronization.health_log.noted = self.tracer.health
-        synchronization.lane.noticed = self._noticed
+        synchronization.lane.session.tell_of_waits(self._noticed)
 
     def continue_at(self, step: int) -> None:
         """A state was loaded: the count of synchronizations goes on there."""
@@ -179,7 +179,7 @@ class Tracing:
     def failed(self, error: BaseException) -> None:
         ranks = error.ranks if isinstance(error, PeerFault) else ()
         self._failed = True
-        self.tracer.error(error, ranks, self._lane.stuck_bucket)
+        self.tracer.error(error, ranks, self._lane.session.stuck_bucket)
 
     def close(self) -> None:
         """The model is detached."""

@@ -102,8 +102,8 @@ def shared_empty(
 def _call(stand: GroupCache, what: str) -> Iterator[None]:
     """One call after the other; what goes wrong in it is said, or ends the lane."""
     with stand.turn:
-        stand.check(what)
-        stand.lane.step += 1
+        stand.lane.session.refuse_after_failure(what, "call")
+        stand.lane.session.next_step()
         try:
             yield
         except Cards as error:
@@ -111,7 +111,7 @@ def _call(stand: GroupCache, what: str) -> Iterator[None]:
         except (ValueError, NotEnoughMemory):
             raise  # every rank came to it, before any data moved
         except BaseException as error:
-            stand.give_up(error)  # Ctrl-C, say: nobody may go on from the middle of it
+            stand.lane.give_up(error)  # Ctrl-C, say: nobody may go on from the middle of it
             raise
 
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from gradsync.algorithms.price import Algorithm
 from gradsync.compress.recipe import Compressor
-from gradsync.errors import GradSyncError
 from gradsync.exchange.choose_route import Exact
 from gradsync.exchange.compressed_sum import Compressed
 from gradsync.exchange.pipeline import Pipeline
@@ -35,7 +34,6 @@ class GroupCache:
         self.lane = open_lane(parent, Guard(), self._timeout)
         self.lane.open_team(CARD_NBYTES)
         self.turn = threading.Lock()  # calls of several threads go one after the other
-        self._gave_up: str | None = None
         self._exacts: dict[tuple[torch.device, Algorithm | None], Exact] = {}
         self._compressed: dict[tuple[torch.device, Algorithm | None, Compressor], Compressed] = {}
         self._pipelines: dict[torch.device, Pipeline] = {}
@@ -58,22 +56,6 @@ class GroupCache:
             plan, timeout = Plan(algorithm, compressor), self._timeout + NET_S
             self._compressed[key] = Compressed(self.lane, parent, plan, device, timeout, self._pipelines)
         return self._compressed[key]
-
-    def check(self, what: str) -> None:
-        """Refuse if an earlier call gave up: ranks no longer know where they are."""
-        if self._gave_up is not None:
-            raise GradSyncError(
-                f"{self.lane.place()} {what} cannot go on after an earlier call gave up ({self._gave_up}); "
-                "exit with an error, or destroy the process group and make a new one on every rank"
-            )
-
-    def give_up(self, error: BaseException) -> None:
-        """This rank left something in its middle: the lane is of no more use, to anybody."""
-        self._gave_up = type(error).__name__
-        if not isinstance(error, GradSyncError):  # otherwise the lane has said already who is to blame
-            self.lane.fail()
-        if self.lane.team is not None:
-            self.lane.team.abandon()
 
 
 _making = threading.Lock()

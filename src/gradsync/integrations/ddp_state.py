@@ -21,6 +21,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -45,7 +46,7 @@ from gradsync.compress import toml
 from gradsync.engine.assemble import Opened
 from gradsync.engine.bucket import Entry
 from gradsync.engine.hooks import in_backward, queue_callback
-from gradsync.errors import Disagreement, GradSyncError, PeerFault
+from gradsync.errors import Disagreement, GradSyncError
 from gradsync.exchange.residuals import Kept
 from gradsync.integrations.ddp_buckets import Load, Loads
 from gradsync.integrations.hook_agreement import compare
@@ -85,7 +86,7 @@ class DDPState:
         self._trips: list[BucketInFlight] = []  # of the step under way
         self._recorder = Recorder()
         self._scale = 1.0 / self._lane.groups.size
-        self._over: str | None = None  # why nothing more is sent
+        self._closed = False
         recipe = {"combine": plan.combine, "compress": toml.canonical(plan.compress)}
         self._recipe = fitting(json.dumps(recipe))
 
@@ -130,7 +131,7 @@ class DDPState:
                 trip.future.set_result(trip.load.take_out(trip.buffer))
             self._close_record()
             self._trips = []
-            self._lane.step += 1
+            self._lane.session.next_step()
             self._lane.at(Phase.COMPUTING)
 
     def _wait(self) -> None:
@@ -193,7 +194,7 @@ class DDPState:
         with self._failing():
             self._loads.forget()
             self._sender.replace(Kept(add_up(taken.parts.values()), taken.factors))
-            self._lane.step = taken.shared.step
+            self._lane.session.continue_at(taken.shared.step)
         if self._lane.groups.rank == 0:  # all ranks see the same
             for change in changes(taken, hand, self._recipe):
                 warnings.warn(f"{self._lane.place()} {change}", stacklevel=2)
@@ -202,22 +203,14 @@ class DDPState:
 
     def close(self) -> None:
         """Leave: groups and threads end. Every rank calls it; a backward through this hook is then an error."""
-        if self._over == _CLOSED:
+        if self._closed:
             return
-        together = self._over is None and self._said_goodbye()
-        self._over = _CLOSED
+        self._closed = True
+        together, _ = self._lane.session.goodbye(partial(compare, self._lane, "close()"))
         self._loads.forget()
         self._lane.close(together)
 
     # Small things
-
-    def _said_goodbye(self) -> bool:
-        """Wait until every rank is here, so that nobody closes a connection another still reads."""
-        try:
-            compare(self._lane, "close()")
-        except GradSyncError:
-            return False
-        return True
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -225,12 +218,11 @@ class DDPState:
         try:
             yield
         except BaseException as error:
-            if self._over is None:
-                self._over = f"{self._lane.place()} an earlier synchronization failed; restart the job"
-                if not isinstance(error, PeerFault):  # otherwise the lane has said already who is to blame
-                    self._lane.fail()
+            self._lane.session.give_up(error)
             raise
 
     def _refuse_if_over(self) -> None:
-        if self._over is not None:
-            raise GradSyncError(self._over)
+        if self._closed:
+            raise GradSyncError(_CLOSED)
+        if self._lane.session.failed is not None:
+            raise GradSyncError(f"{self._lane.place()} an earlier synchronization failed; restart the job")

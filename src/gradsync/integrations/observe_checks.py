@@ -23,7 +23,6 @@ from gradsync.agreement.header import Head, Headers
 from gradsync.agreement.outcome import HealthLog, nonfinite
 from gradsync.drift.monitor import DriftMonitor
 from gradsync.engine.bucket import Entry
-from gradsync.errors import GradSyncError
 from gradsync.integrations.hook_agreement import compare
 from gradsync.plan.guard import Guard
 from gradsync.transport.lane import Lane
@@ -118,15 +117,14 @@ class Checks:
         """Compare nothing any more."""
         self._on = self.looks = False
 
-    def said_goodbye(self) -> bool:
+    def goodbye(self) -> bool:
         """Wait until every rank is here; False if one is not coming."""
-        try:
-            while self._on and self._under_way:
-                self._read()
-            compare(self._lane, "close()")
-        except GradSyncError:
-            return False
-        return True
+        return self._lane.session.goodbye(self._meet).together
+
+    def _meet(self) -> None:
+        while self._on and self._under_way:
+            self._read()
+        compare(self._lane, "close()")
 
     def _first_bad(self) -> tuple[int, int]:
         """The first parameter with NaN or Inf, and how many of its elements; -1 if none has."""

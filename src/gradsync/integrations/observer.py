@@ -33,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from gradsync.engine.bucket import Entry
 from gradsync.engine.hooks import Hooks, queue_callback, take_off, weakly
 from gradsync.engine.trace_step import Tracing
-from gradsync.errors import Disagreement, place
+from gradsync.errors import Disagreement
 from gradsync.integrations.bucket_departures import Departures
 from gradsync.integrations.observe_checks import Checks, say
 from gradsync.integrations.replaced_parameters import account, renew
@@ -43,6 +43,7 @@ from gradsync.trace.lines import BucketLayout, Health
 from gradsync.trace.timers import Moment
 from gradsync.trace.tracer import BucketTrip
 from gradsync.transport.lane import Lane
+from gradsync.transport.session import Position
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -84,7 +85,7 @@ class Observer:
         self._uses_sockets = backend == "gloo"
         self._late = ddp.mixed_precision is not None  # parameters are back in full precision after DDP's callback
         self._size = dist.get_world_size(ddp.process_group)
-        self._step = 0
+        self._position = Position(dist.get_rank(), self._size) if lane is None else lane.session
         self._over = False
         self._in_backward = self._fired = self._synchronizes = False
         self._begin_step()
@@ -130,7 +131,7 @@ class Observer:
             self._tracing = None
         self._recorder = Recorder()
         if self._lane is not None and self._checks is not None:
-            self._lane.close(together=self._checks.said_goodbye())
+            self._lane.close(together=self._checks.goodbye())
             self._lane = self._checks = None
 
     # For the hooks
@@ -197,13 +198,11 @@ class Observer:
     def _averaged(self) -> None:
         self._finish_record()
         if self._tracing is not None:
-            self._tracing.write_layout(BucketLayout(self._step, self._departures.layout))
-            self._tracing.over(self._step, self._trips)
+            self._tracing.write_layout(BucketLayout(self._position.step, self._departures.layout))
+            self._tracing.over(self._position.step, self._trips)
         if self._late:
             self._announce()
-        self._step += 1
-        if self._lane is not None:
-            self._lane.step = self._step
+        self._position.next_step()
         self._begin_step()
         self._compare(Checks.hear)
 
@@ -211,7 +210,7 @@ class Observer:
         known = self._first_left is not None and not self._on_device  # NCCL's own streams are not timed
         spans = [(self._first_left or 0.0, time.perf_counter())] if known else []
         nbytes = 0 if self._late else sum(trip.nbytes for trip in self._trips)  # what a user's hook sends, it knows
-        self._recorder.finish_step(self._step, spans, nbytes, len(self._trips), None, self._sent(nbytes))
+        self._recorder.finish_step(self._position.step, spans, nbytes, len(self._trips), None, self._sent(nbytes))
         if self._tracing is not None:
             averaged_at = self._tracing.tracer.detail()
             for trip in self._trips:
@@ -291,16 +290,15 @@ class Observer:
             self._checks.replaced()
         text = account(replaced)
         if self._tracing is not None:
-            self._tracing.tracer.health(Health(self._step, "replaced", [dist.get_rank()], replaced[0].name, None, text))
-        say(f"{self._place()} {text}")
-
-    def _place(self) -> str:
-        return place(dist.get_rank(), self._size, self._step)
+            self._tracing.tracer.health(
+                Health(self._position.step, "replaced", [dist.get_rank()], replaced[0].name, None, text)
+            )
+        say(f"{self._position.place()} {text}")
 
     def _end(self, error: Exception) -> None:
         """Watching went wrong."""
         self._over = True
-        say(f"{self._place()} this DistributedDataParallel is no longer observed, and trains on: {error!r}")
+        say(f"{self._position.place()} this DistributedDataParallel is no longer observed, and trains on: {error!r}")
         if self._tracing is not None:
             self._tracing.failed(error)
             self._tracing.close()

@@ -40,8 +40,7 @@ def form_group(backend: str, rendezvous: Rendezvous, task: Task, limit: timedelt
 
     groups = Groups(rank, size, tuple(range(size)), store=rendezvous.store)
     guard, seconds = Guard(), limit.total_seconds()
-    lane = Lane(groups, Liveness(groups, guard), guard, seconds)
-    lane.more_time = "gs.init(timeout=seconds)"
+    lane = Lane(groups, Liveness(groups, guard), guard, seconds, more_time="gs.init(timeout=seconds)")
     try:
         lane.meet()
         lane.connect(make, f"the making of the {backend} group")

@@ -60,7 +60,7 @@ def depart(
     if with_buffers:  # after the header, which may go by the same channel: a rank in another call expects one first
         site.buffers.launch(lane, 0)
     pending_mean = PendingMean(flat_part, lane.step, header, in_flight)
-    lane.step += 1
+    lane.session.next_step()
     lane.at(Phase.COMPUTING)
     return pending_mean
 

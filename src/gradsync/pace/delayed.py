@@ -53,7 +53,7 @@ class DelayedPace(Pace):
         self._flat_set = FlatSet(
             cargo, site.exact, site.sender, site.indices, site.bucket_bytes, num_flat_parts=pace.k + 1
         )
-        site.lane.boards = False  # k headers are under way at once
+        site.lane.tell_several_at_once()  # k headers are under way
         self._averages: deque[Average] = deque()  # to be applied, oldest first
         self._clock = 0  # backwards, and averages that drain() handed out
         self._begun = self._begun_before = False  # whether gradients are there that have not departed

@@ -219,7 +219,7 @@ class GossipPace(AfterStep):
         recorder.finish_step(self._round, spans, nbytes, len(self._flat_part.flat_buckets), None, nbytes)
         self._round += 1
         self._num_exchanges += 1
-        lane.step += 1
+        lane.session.next_step()
         lane.at(Phase.COMPUTING)
 
     def _swap(self, flat_bucket: FlatBucket, ratio: float) -> tuple[float, float]:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from gradsync.errors import Disagreement, GradSyncError
+from gradsync.errors import Disagreement
 from gradsync.kernels.library import CODES, Op
 from gradsync.transport.lane import Lane
 from gradsync.transport.pending import ByCaller, ByWorker, Pending
@@ -152,7 +152,6 @@ class Queue:
         self.team = team
         self._turn = threading.Lock()  # threads issue one after the other
         self._watch = threading.Lock()  # one thread at a time looks after the peers
-        self._gave_up: str | None = None
 
     def now(self, calls: Sequence[TeamOperation], timeout: float | None) -> None:
         """Do these, in place; done when it returns."""
@@ -192,7 +191,7 @@ class Queue:
             pending.refused = True
             raise self._disagreement(call.what, error.cards) from None
         except BaseException as error:
-            self.give_up(error)  # Ctrl-C, say: nobody may go on from the middle of it
+            self.lane.give_up(error)  # Ctrl-C, say: nobody may go on from the middle of it
             raise
         call.after()
 
@@ -208,19 +207,8 @@ class Queue:
         return self.lane.follow(ByWorker(self.team, call.op, call.keeps, call.what, call.nbytes, -1))
 
     def _begin(self, what: str) -> None:
-        if self._gave_up is not None:
-            raise GradSyncError(
-                f"{self.lane.place()} {what} cannot go on after an earlier one gave up ({self._gave_up}); "
-                "exit with an error, or destroy the process group and make a new one on every rank"
-            )
-        self.lane.step += 1
-
-    def give_up(self, error: BaseException) -> None:
-        """Nobody goes on after this: ranks no longer know where the others are."""
-        self._gave_up = type(error).__name__
-        if not isinstance(error, GradSyncError):  # otherwise the lane has said already who is to blame
-            self.lane.fail()
-        self.team.abandon()
+        self.lane.session.refuse_after_failure(what, "one")
+        self.lane.session.next_step()
 
     def _disagreement(self, what: str, cards: list[str]) -> Disagreement:
         ranks = self.lane.global_ranks(list(self.team.members))

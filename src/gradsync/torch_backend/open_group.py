@@ -8,10 +8,9 @@ from torch._C._distributed_c10d import ProcessGroupGloo
 
 from gradsync.plan.guard import Guard
 from gradsync.torch_backend.group import GradsyncGroup
-from gradsync.transport.groups import Groups, make_gloo
+from gradsync.transport.groups import Groups
 from gradsync.transport.lane import Lane
 from gradsync.transport.liveness import Liveness
-from gradsync.transport.sockets import connections
 
 _BOARD_NBYTES = 64  # nothing is told over the boards of such a team
 _DEAD_AFTER_S, _LONGEST_S = 10.0, 1e7
@@ -38,15 +37,10 @@ def _open_lane(options: Any) -> Lane:
     timeout = options.timeout.total_seconds()
     # A rank that lives and holds the interpreter is late, as with gloo, and not lost; its end is seen at once.
     guard = Guard(dead_after=min(max(timeout, _DEAD_AFTER_S), _LONGEST_S))
-    lane = Lane(groups, Liveness(groups, guard), guard, timeout)
-    lane.more_time = "dist.init_process_group(timeout=...)"
+    lane = Lane(groups, Liveness(groups, guard), guard, timeout, more_time="dist.init_process_group(timeout=...)")
     lane.meet()
-    before = connections()
     try:
-        groups.first = lane.connect(
-            lambda attempt: make_gloo(store, rank, size, options.timeout, attempt), "the making of connections"
-        )
-        groups.wires.update(connections() - before)
+        groups.add_control_at(store, options.timeout)
         lane.open_team(_BOARD_NBYTES)
     except BaseException:
         lane.close(together=False)

@@ -139,7 +139,7 @@ class SharedWork(dist.Work):
             what = self._calls[0].what
             error = SyncTimeout(f"{self._queue.lane.place()} waited {limit:.1f} s for {what}; allow more time", ())
             self._queue.lane.fail()
-            self._queue.give_up(error)
+            self._queue.lane.give_up(error)
             raise error
         try:
             if not self._settled:

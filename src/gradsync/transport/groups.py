@@ -152,9 +152,17 @@ class Groups:
         assert self.first is not None, "the ranks have not met"
         return self.first
 
+    def connect_by(self, connect: Connect) -> None:
+        """Have channels made under the eyes of somebody who looks after the peers."""
+        self.connect = connect
+
     def add_control(self) -> None:
         """Make the channel for control; every member must call this."""
         [self.first] = self._add(lambda store: [_Wanted(store, "control", "gloo", self.rank, self.size)], 0.0)
+
+    def add_control_at(self, store: Store, limit: timedelta) -> None:
+        """Make it in this very part of the store, where torch's own gloo would be; every member must call this."""
+        self.first = self._connect(lambda attempt: make_gloo(store, self.rank, self.size, limit, attempt))
 
     def add_data(self, parent: dist.ProcessGroup, device_types: list[str], timeout: float) -> None:
         """Make the channels for tensors of these kinds; every member must call this with the same ones.
@@ -201,16 +209,19 @@ class Groups:
         return self.store or dist.distributed_c10d._get_default_store()
 
     def _add(self, wanted: Callable[[Store], list[_Wanted]], timeout: float) -> list[Channel]:
-        """The channels, made by a thread: see `connecting`."""
-        before = connections()
 
         def make(attempt: Attempt[list[Channel]]) -> list[Channel]:
             store = fresh_prefix(self.meeting_place(), self.ranks, self.ranks[self.rank])
             return [_make(each, attempt, timeout) for each in wanted(store)]
 
-        channels = self.connect(make, "the making of connections")
+        return self._connect(make)
+
+    def _connect(self, make: Callable[[Attempt[T]], T]) -> T:
+        """What is made by a thread: see `connecting`."""
+        before = connections()
+        made = self.connect(make, "the making of connections")
         self.wires.update(connections() - before)
-        return channels
+        return made
 
 
 class _Wanted(NamedTuple):

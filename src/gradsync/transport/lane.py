@@ -4,55 +4,41 @@ What takes one call is issued at once, from the thread that calls, and runs besi
 threads of its own, NCCL a stream, shared memory a worker. No Python thread stands between a full bucket and
 them; one would need the interpreter, which costs up to 5 ms beside a busy Python thread. Only what takes
 several turns (rounds of messages, hosts and then across, tensors of GPUs on gloo) goes by the lane's thread.
-
-Note [Waiting]
-    Never `work.wait(timeout)` as a poll: on gloo the first expiry closes the connection for good. A wait
-    here sleeps on an event that the backend's completion sets (shared memory: on a word), in slices, and
-    looks after the peers in between; Ctrl-C interrupts it. `work.wait()` is called only when the work has
-    completed, to raise its error or to order streams.
-
-    waiting  ├─ slice ─┼─ slice ─┼─ …           ends at once when somebody is dead or silent,
-             peer gave up ├─── 1 s ───┤         a second after somebody gave up or left,
-             warn_after ──────────┤             with a warning on the way,
-             timeout ────────────────────────┤  and at the latest here
 """
 
 from __future__ import annotations
 
 import os
 import threading
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from gradsync.cluster import Hosts
-from gradsync.errors import JOIN, NotEnoughMemory, PeerLost, SyncTimeout, listed, place
+from gradsync.errors import NotEnoughMemory, SyncTimeout, listed
 from gradsync.kernels.library import MAX_RANKS, load
 from gradsync.plan.guard import Guard
 from gradsync.transport.abandoned import AbandonedLane, abandon, let_go
-from gradsync.transport.awake_clock import Awake
-from gradsync.transport.blame import Sights, account, blame, is_lost, late, lost, stopped, way_out
 from gradsync.transport.connecting import Attempt
 from gradsync.transport.groups import Groups, group_of
-from gradsync.transport.heartbeat import Phase
 from gradsync.transport.lane_thread import LaneThread
 from gradsync.transport.liveness import Liveness
 from gradsync.transport.pending import Collective, Errand, Notice, Pending
+from gradsync.transport.session import Session
 from gradsync.transport.shared_memory import Team
+from gradsync.transport.waiting import LaneWait
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 NET_S = 30.0  # our own bound expires first: nccl's is only the net below it
-_SLICE_S = 0.1
 _STORE_S = 5.0  # how much longer we wait for the store: a meeting has its own bound, and names who did not come
-_GRACE_S = 1.0  # for our data to arrive after a peer gave up or left: it may have sent all of it before
+_CLOSING_S = 1.0  # for a thread to end, after what it was handed
 
 
 def open_lane(parent: dist.ProcessGroup, guard: Guard, timeout: float) -> Lane:
@@ -71,27 +57,35 @@ def open_lane(parent: dist.ProcessGroup, guard: Guard, timeout: float) -> Lane:
 class Lane:
     """Launches collectives in order and waits for them within bounds."""
 
-    def __init__(self, groups: Groups, liveness: Liveness, guard: Guard, timeout: float) -> None:
+    def __init__(
+        self,
+        groups: Groups,
+        liveness: Liveness,
+        guard: Guard,
+        timeout: float,
+        more_time: str = "gs.Guard(timeout=seconds)",
+    ) -> None:
+        """`more_time` is what a user would write to allow for a longer `timeout`."""
         self.groups = groups
         self.liveness = liveness
-        self.step = 0
+        self.session = session = Session(groups, liveness)
+        # What everybody asks; as attributes, for they are asked many times a step.
+        self.at, self.place, self.fail = session.at, session.place, session.fail
+        self.global_ranks = session.global_ranks
+        self.warn_after = guard.warn_after  # seconds of waiting after which somebody is told
         self._dates = threading.local()
-        self._guard = guard
         self._timeout = timeout
         self._under_way: deque[Pending] = deque()  # oldest first: an error names the first bucket among them
         self._joining = threading.Lock()  # a thread of the exchange launches too
         self._lane_threads = [LaneThread()]
         self._notice: Notice | None = None  # the last one
         self._within_hosts: list[Team] = []  # our team, where there is one
-        self.boards = True  # whether messages to all go by the team's boards, on which one must be read before the next
+        self._boards = True  # messages to all go by the team's, on which one must be read before the next
+        self._wait = LaneWait(session, guard.warn_after, self._under_way, self._within_hosts, more_time)
         self.has_library = True  # the C library, on every rank
         self.lacks = ""  # why there is no team though ranks share a host
-        self.more_time = "gs.Guard(timeout=seconds)"  # what a user would write
-        self.describe: Callable[[int], str] = lambda bucket: f"bucket {bucket}"
-        self.noticed: Callable[[str, list[int]], None] = _ignore  # told of every long wait, and for whom
-        self.stuck_bucket: int | None = None  # what was under way when this rank gave up
         ours = weakref.WeakMethod(self.connect)  # the groups must not keep the lane
-        groups.connect = lambda make, what: _held(ours)(make, what)
+        groups.connect_by(lambda make, what: _held(ours)(make, what))
         # At exit: a collective that fails after the interpreter is gone would crash the process.
         abandoned = AbandonedLane(
             self._under_way, groups, self._within_hosts, self._lane_threads, liveness, os.getpid()
@@ -101,9 +95,9 @@ class Lane:
         self._dropped.atexit = False
 
     @property
-    def warn_after(self) -> float:
-        """Seconds of waiting after which somebody is told."""
-        return self._guard.warn_after
+    def step(self) -> int:
+        """The session's."""
+        return self.session.step
 
     # The beginning
 
@@ -179,7 +173,7 @@ class Lane:
     def today(self) -> int:
         """The step that a message launched now belongs to: by it ranks of one exchange know each other."""
         date: int | None = getattr(self._dates, "step", None)
-        return self.step if date is None else date
+        return self.session.step if date is None else date
 
     @contextmanager
     def dated(self, step: int) -> Iterator[None]:
@@ -197,7 +191,7 @@ class Lane:
         try:
             pending = Collective(issue(), what, nbytes, bucket, on_host)
         except RuntimeError as error:
-            self._fail(what, bucket, error)
+            self._wait.fail(what, bucket, error)
         return self.follow(pending) if on_host else pending
 
     def follow(self, pending: Pending) -> Pending:
@@ -222,12 +216,16 @@ class Lane:
 
     def tell_all(self, row: torch.Tensor, rows: torch.Tensor, what: str) -> Pending:
         """Start filling `rows` with every rank's `row`, by the fastest way there is."""
-        if self.boards and self.one_host and self._within_hosts[0].fits(row):
+        if self._boards and self.one_host and self._within_hosts[0].fits(row):
             if self._notice is not None:
                 self.wait(self._notice)  # the boards hold one message: who sends the next has read the last
             self._notice = Notice(self._within_hosts[0], row, rows, what)
             return self.follow(self._notice)
         return self.launch(lambda: self.groups.control.gather(rows, row), what, row.numel())
+
+    def tell_several_at_once(self) -> None:
+        """Messages to all will be under way together, so not by the boards; every rank of the group calls this."""
+        self._boards = False
 
     def exchange(self, mine: bytes, what: str = "the agreement between the ranks") -> list[bytes]:
         """Every rank's bytes; all must bring equally many."""
@@ -242,11 +240,11 @@ class Lane:
         `timeout` in seconds, where it is not the lane's own.
         """
         if pending.on_host and not pending.landed(pending.patience_s):
-            self._sleep_until(pending, self._timeout if timeout is None else timeout)
+            self._wait.until(pending, self._timeout if timeout is None else timeout)
         try:
             pending.settle()
         except RuntimeError as error:
-            self._fail(pending.what, pending.bucket, error)
+            self._wait.fail(pending.what, pending.bucket, error)
 
     def run(self, issue: Callable[[], dist.Work], what: str, on_host: bool = True) -> None:
         """Launch and wait."""
@@ -263,139 +261,23 @@ class Lane:
         self.liveness.close()
         if together:
             for lane_thread in self._lane_threads:
-                lane_thread.close(_GRACE_S)
+                lane_thread.close(_CLOSING_S)
             self.groups.close()
             self._under_way.clear()
             self._end()
 
-    def at(self, phase: Phase, bucket: int = -1) -> None:
-        """Say where this rank is."""
-        self.liveness.at(self.step, phase, bucket)
-
-    def fail(self, culprits: tuple[int, ...] = ()) -> None:
-        """Say that this rank has given up, and because of whom."""
-        self.liveness.at(self.step, Phase.FAILED, culprits=culprits)
+    def give_up(self, error: BaseException) -> None:
+        """This rank left something in its middle: the lane is of no more use, to anybody."""
+        self.session.give_up(error)
+        for team in self._within_hosts:
+            team.abandon()
 
     def name_lost(self, what: str, error: RuntimeError) -> None:
         """Others' collective failed: raise `PeerLost` if a rank is gone, else return, after two seconds at most."""
-        culprits, sights = self.liveness.investigate()
-        gone = [rank for rank in culprits if rank in sights and sights[rank].gone]
-        if any(sights[rank].state.phase != Phase.LEFT for rank in gone):
-            self._give_up(gone, sights, what, -1, error=error)
-
-    def global_ranks(self, ranks: list[int]) -> list[int]:
-        return [self.groups.ranks[rank] for rank in ranks]
-
-    def place(self, bucket: int = -1) -> str:
-        rank = self.groups.ranks[self.groups.rank]
-        return place(rank, self.groups.size, self.step, bucket if bucket >= 0 else None)
-
-    # Waiting
-
-    def _sleep_until(self, pending: Pending, timeout: float) -> None:
-        before = self.liveness.state
-        self.at(Phase.WAITING, pending.bucket)
-        self.liveness.watch(True)
-        clock, stopped_at, warned = Awake(), None, False
-        while not pending.landed(_SLICE_S):
-            waited = clock.look()
-            sights = self.liveness.sights()
-            if culprits := lost(sights, self.step):
-                self._give_up(culprits, sights, pending.what, pending.bucket)
-            if suspects := stopped(sights):
-                stopped_at = waited if stopped_at is None else stopped_at
-                if waited - stopped_at >= _GRACE_S:
-                    self._give_up(self._blamed(sights, suspects), sights, pending.what, pending.bucket)
-            if waited >= timeout:
-                culprits = self._blamed(sights, late(sights, self.step))
-                self._give_up(culprits, sights, pending.what, pending.bucket, waited=waited)
-            if not warned and waited >= self._guard.warn_after:
-                warned = True
-                self._warn(waited, sights, pending)
-        self.liveness.watch(False)
-        if pending.succeeded:  # otherwise the wait goes on, for the others' word
-            self.liveness.at(self.step, before.phase, before.bucket, before.culprits)
-
-    def _blamed(self, sights: Sights, suspects: list[int]) -> list[int]:
-        guilty, excused = blame(sights, suspects, self.step)
-        return guilty or excused
-
-    def _warn(self, waited: float, sights: Sights, pending: Pending) -> None:
-        bucket, what = self._stuck(pending.what, pending.bucket)
-        blamed = self._blamed(sights, late(sights, self.step))
-        who = self._accounts(sights, blamed) or "every rank is here"
-        if absent := self.liveness.absent:
-            blamed, who = absent, f"{listed(self.global_ranks(absent))} did not come yet"
-        text = f"{self.place(bucket)} has waited {waited:.0f} s for {what}: {who}"
-        self.noticed(text, self.global_ranks(blamed))
-        warnings.warn(text, stacklevel=4)
-
-    # Giving up
-
-    def _fail(self, what: str, bucket: int, error: RuntimeError) -> NoReturn:
-        """The transport reported an error: it closes a connection, but does not say whose."""
-        self.at(Phase.WAITING, bucket)
-        culprits, sights = self.liveness.investigate()
-        self._give_up(culprits, sights, what, bucket, error=error)
-
-    def _give_up(
-        self,
-        culprits: list[int],
-        sights: Sights,
-        what: str,
-        bucket: int,
-        waited: float = 0.0,
-        error: RuntimeError | None = None,
-    ) -> NoReturn:
-        """Say so, then raise what fits."""
-        others = [rank for rank in culprits if rank != self.groups.rank]
-        missing = any(is_lost(sights, rank) for rank in others)
-        self.liveness.at(self.step, Phase.LOST_PEER if missing else Phase.FAILED, culprits=tuple(culprits))
-        for team in self._within_hosts:
-            team.abandon()
-        bucket, name = self._stuck(what, bucket)
-        self.stuck_bucket = bucket if bucket >= 0 else None
-        here, who = self.place(bucket), self._accounts(sights, others)
-        if missing:
-            raise PeerLost(
-                f"{here} {who}, while this rank was in {name}. The step cannot be completed. {way_out(sights, others)}",
-                self.global_ranks(others),
-            ) from error
-        took = f"waited {waited:.1f} s for {name}" if waited else f"waited for {name}"
-        network = "Look at the network between the hosts" if len(self.hosts) > 1 else "Look at the other ranks' logs"
-        if others:
-            why = f"{took}: {who}. Look at what that rank does there; {JOIN}"
-        elif culprits:
-            why = f"the others gave up waiting for this rank, which came too late to {name}. Look at what held it up"
-        elif error is None:
-            why = f"{took}: every rank is here, but the data does not arrive. {network}"
-        else:
-            why = f"the transport failed in {name} ({_first_line(error)}), though every rank is alive. {network}"
-        raise SyncTimeout(
-            f"{here} {why}, or allow more time with {self.more_time}", self.global_ranks(culprits)
-        ) from error
-
-    def _accounts(self, sights: Sights, ranks: list[int]) -> str:
-        return "; ".join(
-            account(sights[rank], listed(self.global_ranks([rank])), self.liveness.pid(rank), is_lost(sights, rank))
-            for rank in ranks
-            if rank in sights
-        )
-
-    def _stuck(self, what: str, bucket: int) -> tuple[int, str]:
-        """The oldest bucket that has not come through, or else what is being waited for; with its name."""
-        stuck = next((t.bucket for t in list(self._under_way) if t.bucket >= 0 and not t.succeeded), bucket)
-        return stuck, self.describe(stuck) if stuck >= 0 else what
-
-
-def _ignore(_: str, __: list[int]) -> None: ...
+        self._wait.name_lost(what, error)
 
 
 def _held(method: weakref.WeakMethod[F]) -> F:
     found = method()
     assert found is not None, "it works on behalf of its lane"
     return found
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -94,7 +94,7 @@ class AsyncSGDPace(Pace):
         self._is_level = self._site.lane.groups.size == 1
         self._workers.push()
         self._read()
-        self._site.lane.step = self._workers.clock
+        self._site.lane.session.continue_at(self._workers.clock)
 
     def _read(self) -> None:
         """Wait as the bound on staleness says, and record it."""
@@ -122,7 +122,7 @@ class AsyncSGDPace(Pace):
         self._workers.drain()
         self._site.buffers.launch(self._site.lane, 0)
         self._site.buffers.finish(self._site.lane)
-        self._site.lane.step = self._workers.clock
+        self._site.lane.session.continue_at(self._workers.clock)
         self._is_level = True
         return False
 

@@ -28,8 +28,8 @@ from gradsync.pace.async_sgd.answers import Inbox
 from gradsync.pace.async_sgd.mail import Failure, Mail, Take
 from gradsync.pace.async_sgd.messages import Message, MessageKind, pack, unpack
 from gradsync.pace.async_sgd.owner import Owner, Read
+from gradsync.pace.async_sgd.peer_wait import PeerWait
 from gradsync.pace.async_sgd.shard import Named, Shard, partition
-from gradsync.pace.async_sgd.waiting import PeerWait
 from gradsync.plan.paces import AsyncSGD
 from gradsync.transport.groups import Channel
 from gradsync.transport.lane import Lane
@@ -161,7 +161,7 @@ class AsyncWorker:
     def _ask(self, message: Message, what: str) -> list[Read]:
         """Ask all owners, wait for all answers, and take over the parameters."""
         self._inbox.empty()
-        start = time.monotonic()
+        start = time.perf_counter()
         for owner in range(len(self._shares)):
             if owner != self._rank:
                 self._send(owner, message, what)
@@ -170,7 +170,7 @@ class AsyncWorker:
         else:
             self._owner.drain(self._rank, message.clock, bool(message.version))
         self._peer_wait.wait(self._inbox.full, what, self._holding_up)
-        self._waited_s += time.monotonic() - start
+        self._waited_s += time.perf_counter() - start
         reads = self._inbox.reads()
         with torch.no_grad():
             for share, read in zip(self._shares, reads, strict=True):

@@ -1,0 +1,198 @@
+"""The one wait for other ranks: bounded, and ending with a name.
+
+Note [Waiting]
+    Never `work.wait(timeout)` as a poll: on gloo the first expiry closes the connection for good. A wait
+    here sleeps on an event that the backend's completion sets (shared memory: on a word), in slices, and
+    looks after the peers in between; Ctrl-C interrupts it. `work.wait()` is called only when the work has
+    completed, to raise its error or to order streams.
+
+    waiting  ├─ slice ─┼─ slice ─┼─ …           ends at once when somebody is dead or silent,
+             peer gave up ├─── 1 s ───┤         a second after somebody gave up or left,
+             warn_after ──────────┤             with a warning on the way,
+             timeout ────────────────────────┤  and at the latest here
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Generic, NoReturn, TypeVar
+
+from gradsync.errors import JOIN, PeerLost, SyncTimeout, listed
+from gradsync.transport.awake_clock import Awake
+from gradsync.transport.blame import Sights, blame, is_lost, late, lost, stopped, way_out
+from gradsync.transport.heartbeat import Phase
+from gradsync.transport.pending import Pending
+from gradsync.transport.session import Session
+from gradsync.transport.shared_memory import Team
+
+_SLICE_S = 0.1
+_GRACE_S = 1.0  # for our data to arrive after a peer gave up or left: it may have sent all of it before
+
+Awaited = TypeVar("Awaited")
+
+
+class BoundedWait(ABC, Generic[Awaited]):
+    """Sleeps until something has come, in slices; who inherits knows what to say when it does not."""
+
+    def __init__(self, session: Session, warn_after: float) -> None:
+        self._session = session
+        self._warn_after = warn_after  # seconds of waiting after which somebody is told
+
+    def sleep(self, landed: Callable[[float], bool], timeout: float, awaited: Awaited, bucket: int = -1) -> None:
+        """Return when `landed(slice_s)` says so, this rank's page saying meanwhile that it waits."""
+        session, liveness = self._session, self._session.liveness
+        session.at(Phase.WAITING, bucket)
+        liveness.watch(True)
+        clock, stopped_at, warned = Awake(), None, False
+        while not landed(_SLICE_S):
+            self.between_slices(awaited)
+            waited, sights = clock.look(), liveness.sights()
+            if culprits := lost(sights, self.step):
+                self.lose(culprits, sights, awaited)
+            if suspects := stopped(sights):
+                stopped_at = waited if stopped_at is None else stopped_at
+                if waited - stopped_at >= _GRACE_S:
+                    self.lose(self.blamed(sights, suspects), sights, awaited)
+            if waited >= timeout:
+                self.lose_patience(sights, awaited, waited)
+            if not warned and waited >= self._warn_after:
+                warned = True
+                self.warn(sights, awaited, waited)
+        liveness.watch(False)
+
+    def blamed(self, sights: Sights, suspects: list[int]) -> list[int]:
+        """Whom the suspects hold responsible, or else themselves."""
+        guilty, excused = blame(sights, suspects, self.step)
+        return guilty or excused
+
+    @property
+    @abstractmethod
+    def step(self) -> int:
+        """Who is past this step is excused."""
+
+    def between_slices(self, awaited: Awaited) -> None:
+        """Raise what else ends such a wait."""
+
+    @abstractmethod
+    def lose(self, culprits: list[int], sights: Sights, awaited: Awaited) -> NoReturn:
+        """Give up because of ranks that take part no more."""
+
+    @abstractmethod
+    def lose_patience(self, sights: Sights, awaited: Awaited, waited: float) -> NoReturn:
+        """Give up because the time is over."""
+
+    @abstractmethod
+    def warn(self, sights: Sights, awaited: Awaited, waited: float) -> None:
+        """Tell that it takes long."""
+
+
+class LaneWait(BoundedWait[Pending]):
+    """A lane's wait for what it has launched."""
+
+    def __init__(
+        self,
+        session: Session,
+        warn_after: float,
+        under_way: deque[Pending],
+        within_hosts: Sequence[Team],
+        more_time: str,
+    ) -> None:
+        """`under_way` and `within_hosts` are the lane's own, which change; `more_time` is what a user would write."""
+        super().__init__(session, warn_after)
+        self._under_way = under_way
+        self._within_hosts = within_hosts
+        self._more_time = more_time
+
+    @property
+    def step(self) -> int:
+        return self._session.step
+
+    def until(self, pending: Pending, timeout: float) -> None:
+        """Return when the pending has landed."""
+        before = self._session.liveness.state
+        self.sleep(pending.landed, timeout, pending, pending.bucket)
+        if pending.succeeded:  # otherwise the wait goes on, for the others' word
+            self._session.resume(before)
+
+    def fail(self, what: str, bucket: int, error: RuntimeError) -> NoReturn:
+        """The transport reported an error: it closes a connection, but does not say whose."""
+        self._session.at(Phase.WAITING, bucket)
+        culprits, sights = self._session.liveness.investigate()
+        self._give_up(culprits, sights, what, bucket, error=error)
+
+    def name_lost(self, what: str, error: RuntimeError) -> None:
+        """Others' collective failed: raise `PeerLost` if a rank is gone, else return, after two seconds at most."""
+        culprits, sights = self._session.liveness.investigate()
+        gone = [rank for rank in culprits if rank in sights and sights[rank].gone]
+        if any(sights[rank].state.phase != Phase.LEFT for rank in gone):
+            self._give_up(gone, sights, what, -1, error=error)
+
+    def lose(self, culprits: list[int], sights: Sights, awaited: Pending) -> NoReturn:
+        self._give_up(culprits, sights, awaited.what, awaited.bucket)
+
+    def lose_patience(self, sights: Sights, awaited: Pending, waited: float) -> NoReturn:
+        culprits = self.blamed(sights, late(sights, self.step))
+        self._give_up(culprits, sights, awaited.what, awaited.bucket, waited=waited)
+
+    def warn(self, sights: Sights, awaited: Pending, waited: float) -> None:
+        session = self._session
+        bucket, what = self._stuck(awaited.what, awaited.bucket)
+        blamed = self.blamed(sights, late(sights, self.step))
+        who = session.accounts(sights, blamed) or "every rank is here"
+        if absent := session.liveness.absent:
+            blamed, who = absent, f"{listed(session.global_ranks(absent))} did not come yet"
+        text = f"{session.place(bucket)} has waited {waited:.0f} s for {what}: {who}"
+        session.noticed(text, session.global_ranks(blamed))
+        warnings.warn(text, stacklevel=5)
+
+    def _give_up(
+        self,
+        culprits: list[int],
+        sights: Sights,
+        what: str,
+        bucket: int,
+        waited: float = 0.0,
+        error: RuntimeError | None = None,
+    ) -> NoReturn:
+        """Say so, then raise what fits."""
+        session = self._session
+        others = [rank for rank in culprits if rank != session.groups.rank]
+        missing = any(is_lost(sights, rank) for rank in others)
+        session.fail(tuple(culprits), lost=missing)
+        for team in self._within_hosts:
+            team.abandon()
+        bucket, name = self._stuck(what, bucket)
+        session.got_stuck(bucket)
+        here, who = session.place(bucket), session.accounts(sights, others)
+        if missing:
+            raise PeerLost(
+                f"{here} {who}, while this rank was in {name}. The step cannot be completed. {way_out(sights, others)}",
+                session.global_ranks(others),
+            ) from error
+        took = f"waited {waited:.1f} s for {name}" if waited else f"waited for {name}"
+        several = len(session.liveness.hosts) > 1
+        network = "Look at the network between the hosts" if several else "Look at the other ranks' logs"
+        if others:
+            why = f"{took}: {who}. Look at what that rank does there; {JOIN}"
+        elif culprits:
+            why = f"the others gave up waiting for this rank, which came too late to {name}. Look at what held it up"
+        elif error is None:
+            why = f"{took}: every rank is here, but the data does not arrive. {network}"
+        else:
+            why = f"the transport failed in {name} ({first_line(error)}), though every rank is alive. {network}"
+        raise SyncTimeout(
+            f"{here} {why}, or allow more time with {self._more_time}", session.global_ranks(culprits)
+        ) from error
+
+    def _stuck(self, what: str, bucket: int) -> tuple[int, str]:
+        """The oldest bucket that has not come through, or else what is being waited for; with its name."""
+        stuck = next((t.bucket for t in list(self._under_way) if t.bucket >= 0 and not t.succeeded), bucket)
+        return stuck, self._session.describe(stuck) if stuck >= 0 else what
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in a sentence."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
