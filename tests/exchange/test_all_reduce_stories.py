@@ -82,7 +82,7 @@ def interrupt() -> str:
     dist.barrier()  # everybody has left it
     if dist.get_rank() == 0:
         return "fine"
-    group_cache(dist.group.WORLD).give_up(KeyboardInterrupt())  # type: ignore[arg-type]
+    group_cache(dist.group.WORLD).lane.give_up(KeyboardInterrupt())  # type: ignore[arg-type]
     try:
         gs.all_reduce(torch.ones(1))
     except gs.GradSyncError as error:

@@ -16,6 +16,8 @@ import time
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from gradsync.transport.awake_clock import Awake
+
 _POLL_S = 0.01
 _HERE, _ABSENT, _NOBODY = "here", "absent", "nobody"
 
@@ -31,9 +33,9 @@ def absent(parent: dist.ProcessGroup, what: str, patience_s: float) -> list[int]
         return []
     store = _open_round(ranks, me, what)
     store.set(f"{_HERE}-{me}", "1")
-    deadline = time.monotonic() + patience_s
+    bound = Awake(patience_s)
     while missing := [rank for rank in missing if not store.check([f"{_HERE}-{rank}"])]:
-        if time.monotonic() >= deadline or store.check([_ABSENT]):
+        if bound.over() or store.check([_ABSENT]):
             break
         time.sleep(_POLL_S)
     found = store.compare_set(_ABSENT, "", " ".join(map(str, missing)) or _NOBODY).decode()

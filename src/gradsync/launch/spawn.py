@@ -36,9 +36,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from gradsync.errors import GradSyncError
+from gradsync.transport.awake_clock import Awake
 
 _HOLD_S = 1.0  # a rank that failed lives on this long, so that peers can read what it sent before
 _TALK_S = 5.0  # for the rest of an answer, when its rank has ended
+_SLICE_S = 0.25
 _GRACE_S = 20.0  # after a failure the others have this long to fail too; longer than Guard.dead_after
 
 
@@ -132,18 +134,17 @@ class RankPool:
 
     def _collect(self, workers: list[_Worker], timeout: float) -> list[Outcome]:
         """Wait for all; once one failed the others get a while to fail by themselves."""
-        start = time.monotonic()
-        deadline = start + timeout
+        bound = Awake(timeout)
         outcomes: dict[int, Outcome] = {}
-        while len(outcomes) < len(workers) and (left := deadline - time.monotonic()) > 0:
+        while len(outcomes) < len(workers) and (left := bound.left()) > 0:
             pending = [rank for rank in range(len(workers)) if rank not in outcomes]
-            ready = wait([h for r in pending for h in workers[r].handles()], timeout=left)
+            ready = wait([h for r in pending for h in workers[r].handles()], timeout=min(left, _SLICE_S))
             for rank in pending:
                 if any(handle in ready for handle in workers[rank].handles()):
                     outcomes[rank] = workers[rank].outcome()
                     if not outcomes[rank].ok:
-                        deadline = min(deadline, time.monotonic() + _GRACE_S)
-        waited = time.monotonic() - start
+                        bound.shorten(_GRACE_S)
+        waited = bound.look()
         for rank, worker in enumerate(workers):
             if rank not in outcomes:
                 text = f"did not finish within {waited:.0f} s; its stacks:\n{worker.stacks()}"
@@ -225,8 +226,8 @@ class _Worker:
         """Every thread's Python stack, written by the process itself on SIGUSR1."""
         with suppress(ProcessLookupError):  # a fork server has seen it end before we could
             os.kill(self.pid, signal.SIGUSR1)
-        deadline = time.monotonic() + 2
-        while time.monotonic() < deadline:
+        bound = Awake(2)
+        while not bound.over():
             if self._stacks.exists() and self._stacks.stat().st_size > 0:
                 time.sleep(0.1)
                 return self._stacks.read_text()

@@ -28,13 +28,23 @@ class Awake:
         self._last = time.monotonic()
         self._looking = threading.Lock()
 
-    def look(self) -> float:
-        """Seconds awake so far; any thread may look."""
+    def tick(self) -> float:
+        """Seconds awake since the last look; any thread may look."""
         with self._looking:
             now = time.monotonic()
-            self.passed += min(now - self._last, MOST_S)
+            elapsed = min(now - self._last, MOST_S)
+            self.passed += elapsed
             self._last = now
-            return self.passed
+            return elapsed
+
+    def look(self) -> float:
+        """Seconds awake so far; looks."""
+        self.tick()
+        return self.passed
+
+    def shorten(self, seconds: float) -> None:
+        """Leave at most so many more."""
+        self.seconds = min(self.seconds, self.look() + seconds)
 
     def left(self) -> float:
         """Seconds of the bound that are left, below zero when it is over; looks."""

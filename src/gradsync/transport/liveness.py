@@ -30,7 +30,7 @@ from collections.abc import Callable
 from gradsync.cluster import Hosts
 from gradsync.errors import SyncTimeout
 from gradsync.plan.guard import Guard
-from gradsync.transport.awake_clock import MOST_S
+from gradsync.transport.awake_clock import Awake
 from gradsync.transport.blame import Sight, blame, lost, stopped
 from gradsync.transport.connecting import Attempt
 from gradsync.transport.groups import Groups
@@ -39,7 +39,6 @@ from gradsync.transport.host_meeting import GroupMeeting
 from gradsync.transport.peers import LocalPeer, Mailbox, Peer, RemotePeer
 
 _TICK_S = 0.25
-_AWAKE_S = MOST_S  # a tick that took longer counts as this much: see [Time awake]
 _HELD_S = 2 * _TICK_S  # without a beat, though its process runs: then we speak for it
 _REPORT_S = 2.0  # after an error: how long to wait for the others' word before blaming somebody
 _QUIET_S = _REPORT_S / 2  # then, without better knowledge: who was silent for so long
@@ -128,8 +127,8 @@ class Liveness:
         self.watch(True)
         if self._mailbox is not None:
             self._mailbox.hurry()
-        start = time.monotonic()
-        while (waited := time.monotonic() - start) < _REPORT_S:
+        clock = Awake()
+        while (waited := clock.look()) < _REPORT_S:
             sights = self.sights()
             guilty, excused = blame(sights, stopped(sights), self._state.step)
             if culprits := lost(sights, self._state.step) or guilty or (excused if waited >= _QUIET_S else []):
@@ -189,8 +188,8 @@ class Liveness:
         if not keeps or self._state.phase != Phase.LOST_PEER or threading.current_thread() is self._thread:
             return
         self.watch(True)
-        until = time.monotonic() + _REPORT_S
-        while time.monotonic() < until and not all(sight.stopped for sight in self.sights().values()):
+        bound = Awake(_REPORT_S)
+        while not bound.over() and not all(sight.stopped for sight in self.sights().values()):
             time.sleep(0.02)
 
     def _finish(self) -> None:
@@ -235,13 +234,11 @@ class Liveness:
             self._page.write(state)
 
     def _beat(self) -> None:
-        last = time.monotonic()
+        clock = Awake()
         while not self._stop.wait(_TICK_S):
             if self._orphaned and self._may_end():
                 break
-            now = time.monotonic()
-            elapsed = min(now - last, _AWAKE_S)
-            last = now
+            elapsed = clock.tick()  # however long it was, a second at most: see [Time awake]
             with self._lock:
                 self._say(self._state._replace(beat=self._state.beat + 1))
             if self._mailbox is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from gradsync.cli.shared import BadInput
 from gradsync.report.live.feed import News, Reader
 from gradsync.report.wording import printable
+from gradsync.transport.awake_clock import Awake
 from gradsync.units import show_seconds
 
 _LOOK_S = 0.5
@@ -19,14 +20,14 @@ def await_run(folder: Path, patience_s: float, sleep: Callable[[float], None] = 
     """A reader of the run, and its first news; `BadInput` if none begins in time."""
     reader = Reader(folder)
     said = False
-    until = time.monotonic() + patience_s
+    bound = Awake(patience_s)
     while True:
         try:
             return reader, reader.look()
         except ValueError as error:
             if folder.exists() and not folder.is_dir():
                 raise BadInput(f"gradsync watch: {error}") from None
-            if time.monotonic() >= until:
+            if bound.over():
                 waited = f" (waited {show_seconds(patience_s)} for it: --patience)" if patience_s else ""
                 raise BadInput(f"gradsync watch: {error}{waited}") from None
         if not said:
