@@ -177,7 +177,7 @@ def test_what_the_waiting_thread_does_comes_after_a_good_end_only() -> None:
     with pipelines(1, threads=False) as [pipeline]:
         for name, journey in (("good", travel(Wire(), 0, 0, [])), ("bad", travel_and_fail(Wire(), 1, 0, "raises"))):
             each = delivery(0)
-            each.after = lambda name=name: done.append(name)
+            each.then(lambda name=name: done.append(name))
             pipeline.take(journey, each)
             assert each.landed(_BOUND_S)
             if name == "good":

@@ -110,7 +110,7 @@ def lane(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> Lane:
 def make(peers: Peers, timeout: float, warn_after: float = 30) -> Lane:
     lane = Lane(Groups(0, 3, RANKS), peers, Guard(warn_after=warn_after), timeout)  # type: ignore[arg-type]
     lane.session.continue_at(STEP)
-    lane.session.name_buckets(lambda bucket: f"bucket {bucket} (weight {bucket})")
+    lane.name_buckets(lambda bucket: f"bucket {bucket} (weight {bucket})")
     return lane
 
 

@@ -124,7 +124,7 @@ def test_close_leaves_a_thread_that_is_stuck() -> None:
 def test_what_comes_after_landing_runs_in_the_thread_that_waits(lane_thread: LaneThread) -> None:
     where: list[str] = []
     done = errand(lambda: None)
-    done.after = lambda: where.append(threading.current_thread().name)
+    done.then(lambda: where.append(threading.current_thread().name))
     lane_thread.take(done)
     assert done.landed(BOUND_S)
     assert where == []

@@ -72,6 +72,10 @@ class HealthLog:
         self._in_a_row = self._num_aborted = 0
         self._last.clear()
 
+    def drifted(self) -> None:
+        """Replicas were found to differ."""
+        self.drift_findings += 1
+
     def report(self) -> str:
         """Why it cannot go on."""
         steps = "1 step was" if self._in_a_row == 1 else f"{self._in_a_row} steps in a row were"

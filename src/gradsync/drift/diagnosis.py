@@ -176,10 +176,10 @@ class Diagnosis:
         self._again_at = suspicion.step + NUM_SHARES
         known, self._known = self._known, {each.pattern for each in differences}
         if not differences:
-            self._findings.drift_findings += 1
+            self._findings.drifted()
             self._say_it_passed(lane, suspicion)
         elif not self._known <= known:
-            self._findings.drift_findings += 1
+            self._findings.drifted()
             first = next(each for each in differences if each.pattern not in known)
             text = account(lane, first, held.get(first.name)) + _more(len(differences) - 1)
             self._tell(lane, "drift", text, differences, first.parameter)
@@ -191,7 +191,7 @@ class Diagnosis:
         if difference is None or 0.0 in scales or self._scales == tuple(scales):
             return
         self._scales = tuple(scales)
-        self._findings.drift_findings += 1
+        self._findings.drifted()
         text = told("the loss scale", lane, difference, list(difference.forms))
         self._tell(lane, "loss_scale", text, [difference], None)
         if self._policy == "raise" or (self._policy == "repair" and not difference.decided):

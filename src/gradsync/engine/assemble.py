@@ -193,7 +193,7 @@ class Builder:
             recorder, self.health_log, self.drift_monitor,
         )  # fmt: skip
         pace = open_pace(plan, site, self.parent, self.scaler)
-        lane.session.name_buckets(pace.describe)
+        lane.name_buckets(pace.describe)
         idle = not pace.engine_averages
         synchronization = Synchronization(
             entries, lane, exact, sender, plan, self.guard, self.buffers, recorder, self.health_log,

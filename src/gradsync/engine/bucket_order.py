@@ -110,7 +110,7 @@ class BucketOrder:
         # Those without a bucket: frozen now, or sparse.
         self.apart = [entry for entry in self._entries if entry.bucket is None]
         if not self._idle:
-            self._lane.session.name_buckets(self._layout.describe)
+            self._lane.name_buckets(self._layout.describe)
 
     def arrangement(self) -> Arrangement:
         """What was learned, by parameter name."""

@@ -115,7 +115,7 @@ class Tracing:
         synchronization.logbook.tracer = self.tracer
         synchronization.recorder.told = self.tracer.waited
         synchronization.health_log.noted = self.tracer.health
-        synchronization.lane.session.tell_of_waits(self._noticed)
+        synchronization.lane.notice(self._noticed)
 
     def continue_at(self, step: int) -> None:
         """A state was loaded: the count of synchronizations goes on there."""

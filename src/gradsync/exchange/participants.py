@@ -105,12 +105,19 @@ class Leaders:
     """The first rank of each host; the others only make the memory with them, and never launch."""
 
     def __init__(self, lane: Lane, parent: dist.ProcessGroup, device_type: str, timeout: float) -> None:
-        """Every rank of the group calls this at once."""
-        firsts = [host[0] for host in lane.hosts]
-        self.size, self.in_memory = len(firsts), False
-        self.rank = firsts.index(lane.groups.rank) if lane.groups.rank in firsts else -1
+        self._firsts = [host[0] for host in lane.hosts]
+        self.size, self.in_memory = len(self._firsts), False
+        self.rank = self._firsts.index(lane.groups.rank) if lane.groups.rank in self._firsts else -1
         self._lane = lane
-        lane.groups.add_part(parent, BRIDGE, firsts if self.rank >= 0 else [], device_type, timeout)
+        self._parent, self._device_type, self._timeout = parent, device_type, timeout
+        self._open = False
+
+    def open(self) -> None:
+        """Make their channel, if it is not there; every rank of the group calls this at once."""
+        if not self._open:
+            mine = self._firsts if self.rank >= 0 else []
+            self._lane.groups.add_part(self._parent, BRIDGE, mine, self._device_type, self._timeout)
+            self._open = True
 
     @property
     def _bridge(self) -> Channel:
@@ -179,16 +186,22 @@ class WithinHosts:
     def __init__(
         self, lane: Lane, parent: dist.ProcessGroup, device: torch.device, on_host: bool, timeout: float
     ) -> None:
-        """Every rank of the group makes it at once."""
         self._lane = lane
         self._members = next(host for host in lane.hosts if lane.groups.rank in host)
+        self._parent, self._device_type, self._timeout = parent, device.type, timeout
         self._routes: dict[str, SharedRoute | PinnedRoute] = {}
+        self._open = lane.groups.size == len(lane.hosts)  # there is nobody to speak with
         if on_host and lane.team is not None:
+            self._open = True
             self._routes["cpu"] = shared = SharedRoute(lane, lane.team)
             if device.type != "cpu":
                 self._routes[device.type] = PinnedRoute(lane, shared, device)
-        else:
-            lane.groups.add_part(parent, HOUSE, list(self._members), device.type, timeout)
+
+    def open(self) -> None:
+        """Make their channel, if they need one and it is not there; every rank of the group calls this at once."""
+        if not self._open:
+            self._lane.groups.add_part(self._parent, HOUSE, list(self._members), self._device_type, self._timeout)
+            self._open = True
 
     def sum(self, flat: torch.Tensor, bucket: int) -> Pending | None:
         """Start adding up `flat` over the ranks of this host, in place; None if there is only one."""

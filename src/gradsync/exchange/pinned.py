@@ -108,7 +108,7 @@ class PinnedRoute:
         pending = self._lane.send(
             lambda: self._run(flat, mark, ready, done), f"bucket {bucket}", flat.numel() * flat.element_size(), bucket
         )
-        pending.after = lambda: torch.cuda.current_stream(flat.device).wait_event(done)
+        pending.then(lambda: torch.cuda.current_stream(flat.device).wait_event(done))
         return pending
 
     def _run(self, flat: torch.Tensor, mark: int, ready: torch.cuda.Event, done: torch.cuda.Event) -> None:

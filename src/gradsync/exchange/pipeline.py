@@ -51,7 +51,7 @@ class Pipeline:
             return
         device, ready, done = self._stream.device, torch.cuda.Event(), torch.cuda.Event()
         ready.record(torch.cuda.current_stream(device))
-        delivery.after = lambda: torch.cuda.current_stream(device).wait_event(done)
+        delivery.then(lambda: torch.cuda.current_stream(device).wait_event(done))
         self._do(lambda: self._begin(_between(journey, ready, done), delivery), delivery)
 
     def flush(self) -> None:

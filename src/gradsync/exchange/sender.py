@@ -207,6 +207,8 @@ class Sender:
         wire = wire_device(flat_bucket.flat.device, self._on_host)
         if not flat_bucket.choice.across:
             return route_of(codec, flat_bucket, self._everybody, wire, account)
+        self._within_hosts.open()
+        self._leaders.open()
         rounds = _num_rounds(codec, self._leaders)
         inner = (
             route_of(codec, flat_bucket, self._leaders, wire, account) if self._encodes(flat_bucket.choice) else None

@@ -144,7 +144,7 @@ class Loads:
         self._loads: dict[Key, Load] = {}
         # A state saved before the first step has the form of one saved later.
         self._sender.expect([self._stand_in(entry) for entry in entries if entry.param.requires_grad])
-        self._lane.session.name_buckets(self._describe)
+        self._lane.name_buckets(self._describe)
 
     def find(self, bucket: GradBucket) -> Load | None:
         """Its load, if this bucket was there before."""

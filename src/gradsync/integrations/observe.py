@@ -91,10 +91,11 @@ def together(
     everywhere, run_id = accord(lane, folder)
     tracing = None
     if folder is not None:
-        tracing = Tracing(open_tracer(folder, lane, entries, None, "ddp", run_id), lane, everywhere, wires)
+        tracer = open_tracer(folder, lane, entries, None, "ddp", run_id)
+        tracing = Tracing(tracer, lane, everywhere, wires)
     observer = Observer(ddp, entries, guard, lane)  # last: from here on it is called
     if tracing is not None:
-        tracing.tracer.stats = observer.stats
+        tracer.stats = observer.stats
         observer.trace(tracing)
     return observer
 

@@ -44,7 +44,7 @@ class Checks:
 
     def __init__(self, lane: Lane, entries: list[Entry], guard: Guard) -> None:
         self.health_log = HealthLog(guard.max_skips)
-        self.paused = False
+        self._paused = False
         self.looks = guard.nonfinite != "allow"  # whether it wants to see every gradient
         self._lane = lane
         self._entries = entries
@@ -56,6 +56,10 @@ class Checks:
         self._under_way: deque[tuple[int, Pending, torch.Tensor]] = deque()
         self._num_bad: list[tuple[int, torch.Tensor]] = []  # of each gradient, perhaps still counted on a device
         self._step = 0  # announced so far: the lane's steps differ between ranks after join()
+
+    def pause(self, paused: bool) -> None:
+        """Whether ranks may be out of data: then nothing is compared."""
+        self._paused = paused
 
     def know(self, optimizer: Optimizer) -> None:
         """This one steps the model: its state is compared too.
@@ -82,7 +86,7 @@ class Checks:
     def announce(self) -> None:
         """This rank's gradients are computed, and parameters at rest."""
         found, self._num_bad = self._first_bad(), []
-        if not self._on or self.paused:
+        if not self._on or self._paused:
             return
         if self._under_way:
             self._lane.wait(
@@ -128,7 +132,7 @@ class Checks:
 
     def _first_bad(self) -> tuple[int, int]:
         """The first parameter with NaN or Inf, and how many of its elements; -1 if none has."""
-        if not self._num_bad or self.paused:
+        if not self._num_bad or self._paused:
             return -1, 0
         device = self._num_bad[0][1].device
         counts = torch.stack([count.to(device) for _, count in self._num_bad]).tolist()

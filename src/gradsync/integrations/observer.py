@@ -214,7 +214,7 @@ class Observer:
         if self._tracing is not None:
             averaged_at = self._tracing.tracer.detail()
             for trip in self._trips:
-                trip.wait_from, trip.wait_to = self._computed_at, averaged_at
+                trip.waited(self._computed_at, averaged_at)
 
     def _sent(self, nbytes: int) -> int:
         """On a network: what a ring sends, which is how gloo and NCCL sum large buckets; NCCL needs none in a host."""
@@ -246,7 +246,7 @@ class Observer:
             return
         if self._checks is not None:
             # Ranks that are out of data take part in sums, but in nothing of ours.
-            self._checks.paused = ddp._join_config.enable
+            self._checks.pause(ddp._join_config.enable)
         # A hook of the user's may write parameters until backward has ended.
         self._late = ddp.mixed_precision is not None or bool(ddp._comm_hooks)
         departures = self._departures

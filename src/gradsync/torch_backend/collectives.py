@@ -188,7 +188,7 @@ class Queue:
                 with self._watch:
                     self.lane.wait(pending, timeout)
         except Cards as error:
-            pending.refused = True
+            pending.refuse()
             raise self._disagreement(call.what, error.cards) from None
         except BaseException as error:
             self.lane.give_up(error)  # Ctrl-C, say: nobody may go on from the middle of it

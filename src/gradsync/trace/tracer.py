@@ -48,6 +48,10 @@ class BucketTrip:
     done: Moment | None = None
     spans: list[CodecSpan] = field(default_factory=list)
 
+    def waited(self, begin: Moment | None, end: Moment | None) -> None:
+        """It was waited for in this time."""
+        self.wait_from, self.wait_to = begin, end
+
 
 @dataclass(slots=True)
 class Draft:
@@ -269,20 +273,23 @@ def _line(draft: Draft, timer: Timer) -> StepLine:
         spans = [span for trip in draft.trips for span in trip.spans]
         line.encode_s, line.decode_s = (_seconds(spans, what, timer) for what in ("encode_s", "decode_s"))
     if draft.detailed:
-        _add_details(line, draft, timer)
+        line.buckets, line.gradients, line.header = _details(draft, timer, at)
     return line
 
 
-def _add_details(line: StepLine, draft: Draft, timer: Timer) -> None:
-    read, at = timer.read, line.at
+def _details(
+    draft: Draft, timer: Timer, at: float
+) -> tuple[list[BucketTimes] | None, list[tuple[int, float]] | None, tuple[float, float] | None]:
+    read = timer.read
 
     def offset(moment: Moment | None) -> float | None:
         return None if moment is None else read(moment) - at
 
-    line.buckets = [_times(trip, timer, offset) for trip in draft.trips] or None
-    line.gradients = [(index, read(moment) - at) for index, moment in draft.gradients] or None
-    if draft.header is not None:
-        line.header = (read(draft.header[0]) - at, read(draft.header[1]) - at)
+    buckets = [_times(trip, timer, offset) for trip in draft.trips] or None
+    gradients = [(index, read(moment) - at) for index, moment in draft.gradients] or None
+    if draft.header is None:
+        return buckets, gradients, None
+    return buckets, gradients, (read(draft.header[0]) - at, read(draft.header[1]) - at)
 
 
 def _in_order(

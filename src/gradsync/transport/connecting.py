@@ -51,12 +51,16 @@ class Attempt(Promise, Generic[T]):
         self._given_up = False
         self._others: frozenset[tuple[str, int]] | None = None  # who listened before the constructor that runs
         self._num_pairs = 0
-        self.break_off: Callable[[], None] = _do_nothing  # what else ends a wait in C
+        self._break_off: Callable[[], None] = _do_nothing
         self._thread = threading.Thread(target=self._run, name="gradsync-connect", daemon=True)
 
     def start(self) -> None:
         """Begin; whoever calls this calls `give_up` on any error, Ctrl-C in this very line too."""
         self._thread.start()
+
+    def end_by(self, break_off: Callable[[], None]) -> None:
+        """What else ends a wait in C."""
+        self._break_off = break_off
 
     def check(self) -> None:
         """Raise in the thread when nobody waits for it any more."""
@@ -88,7 +92,7 @@ class Attempt(Promise, Generic[T]):
         """See [Ending a constructor]."""
         self._given_up = True
         if not self.landed(2 * _LAST_PAUSE_S):
-            self.break_off()
+            self._break_off()
             others = self._others  # read once: the thread takes it back when its constructor ends
             if others is not None:
                 _knock(listeners() - others, self._num_pairs)

@@ -71,7 +71,7 @@ class Lane:
         self.session = session = Session(groups, liveness)
         # What everybody asks; as attributes, for they are asked many times a step.
         self.at, self.place, self.fail = session.at, session.place, session.fail
-        self.global_ranks = session.global_ranks
+        self.global_ranks, self.name_buckets, self.notice = session.global_ranks, session.name_buckets, session.notice
         self.warn_after = guard.warn_after  # seconds of waiting after which somebody is told
         self._dates = threading.local()
         self._timeout = timeout

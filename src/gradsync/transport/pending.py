@@ -43,6 +43,10 @@ class Pending(ABC):
         self.succeeded = False
         self.refused = False  # it came to nothing on every rank at once, and what follows may go on
 
+    def refuse(self) -> None:
+        """Ranks disagree over it, and none has touched anything."""
+        self.refused = True
+
     @abstractmethod
     def landed(self, slice_s: float) -> bool:
         """Whether it has ended, well or badly; waits for at most `slice_s`."""
@@ -146,9 +150,13 @@ class Promise(Pending):
     def __init__(self, what: str, nbytes: int, bucket: int, on_host: bool = True) -> None:
         super().__init__(what, nbytes, bucket)
         self.on_host = on_host
-        self.after: Callable[[], None] = _nothing  # what the waiting thread does when it has landed
+        self._after: Callable[[], None] = _nothing
         self._done = threading.Event()
         self._error: Exception | None = None
+
+    def then(self, after: Callable[[], None]) -> None:
+        """What the waiting thread is to do when it has landed."""
+        self._after = after
 
     def finish(self, error: Exception | None = None) -> None:
         """It has ended: well, or by this error."""
@@ -163,7 +171,7 @@ class Promise(Pending):
     def settle(self) -> None:
         if self._error is not None:
             raise self._error
-        self.after()
+        self._after()
 
 
 class Errand(Promise):

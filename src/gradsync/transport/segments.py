@@ -35,9 +35,9 @@ Exchange = Callable[[bytes], list[bytes]]
 class Segment:
     """Where the peers' pieces lie in this process; it lives as long as any tensor in this rank's own piece."""
 
-    def __init__(self, views: list[torch.Tensor], local_rank: int) -> None:
+    def __init__(self, views: list[torch.Tensor], local_rank: int, number: int) -> None:
         self.local_rank = local_rank
-        self.number = 0  # of all that the team has taken, the same on every rank
+        self.number = number  # of all that the team has taken, the same on every rank
         self.nbytes = views[local_rank].numel()
         self._addresses = [view.data_ptr() for view in views]
         # Not our own: its mapping holds this object, see `_Mapping`.
@@ -87,10 +87,13 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ct
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
-def allocate(exchange: Exchange, members: Sequence[int], index: int, nbytes: int) -> tuple[torch.Tensor, Segment]:
+def allocate(
+    exchange: Exchange, members: Sequence[int], index: int, nbytes: int, number: int = 0
+) -> tuple[torch.Tensor, Segment]:
     """This rank's piece as bytes, and the segment; every rank of the group calls this.
 
-    `members` are the ranks of this host, as indices in the group, and `index` is this rank.
+    `members` are the ranks of this host, as indices in the group, and `index` is this rank. `number` is what
+    all call this segment.
 
     `exchange` brings every rank's bytes to every rank. If memory lacks for any rank of the group, on whatever
     host, all raise `NotEnoughMemory`: what a group does must be the same everywhere.
@@ -112,7 +115,7 @@ def allocate(exchange: Exchange, members: Sequence[int], index: int, nbytes: int
         raise NotEnoughMemory(shortage or _elsewhere(cards, mapped, nbytes))
     views = [mapping.view() for mapping in mappings]
     local_rank = members.index(index)
-    segment = Segment(views, local_rank)
+    segment = Segment(views, local_rank, number)
     mappings[local_rank].hold(segment)
     return views[local_rank], segment
 

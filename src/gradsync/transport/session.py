@@ -61,11 +61,11 @@ class Session(Position):
         self.noticed: Callable[[str, list[int]], None] = _ignore
 
     def name_buckets(self, describe: Callable[[int], str]) -> None:
-        """Errors call buckets by these names from now on."""
+        """Errors and warnings call buckets by these names from now on."""
         self.describe = describe
 
-    def tell_of_waits(self, noticed: Callable[[str, list[int]], None]) -> None:
-        """Have somebody hear of every long wait, and for whom."""
+    def notice(self, noticed: Callable[[str, list[int]], None]) -> None:
+        """Tell this one of every long wait, and for whom."""
         self.noticed = noticed
 
     def got_stuck(self, bucket: int) -> None:

@@ -79,9 +79,9 @@ class Team:
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Bytes that the team reduces in place; every rank of the group calls this with the same number."""
-        memory, segment = allocate(self._exchange, self.members, self.members[self.rank], nbytes)
-        self._num_segments += 1
-        segment.number = self._num_segments
+        me, number = self.members[self.rank], self._num_segments + 1
+        memory, segment = allocate(self._exchange, self.members, me, nbytes, number)
+        self._num_segments = number
         self._segments[segment.begin] = segment
         return memory
 
