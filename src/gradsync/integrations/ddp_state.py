@@ -19,8 +19,7 @@ from __future__ import annotations
 import json
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -80,6 +79,7 @@ class DDPState:
     ) -> None:
         self.plan = plan
         self._lane, _, self._sender = opened
+        self._failing = self._lane.session.failing
         self._ddp = ddp  # weakly: DDP holds us
         self._shapes = {entry.name: tuple(entry.param.shape) for entry in entries}
         self._loads = Loads(entries, opened)
@@ -211,15 +211,6 @@ class DDPState:
         self._lane.close(together)
 
     # Small things
-
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """After an error nothing more is sent: ranks no longer know where they are."""
-        try:
-            yield
-        except BaseException as error:
-            self._lane.session.give_up(error)
-            raise
 
     def _refuse_if_over(self) -> None:
         if self._closed:

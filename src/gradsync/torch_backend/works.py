@@ -30,10 +30,12 @@ from torch.autograd import Variable
 
 from gradsync.errors import SyncTimeout
 from gradsync.torch_backend.collectives import Queue, TeamOperation
+from gradsync.transport.awake_clock import Awake
 from gradsync.transport.lane_thread import LaneThread
 from gradsync.transport.pending import Errand
 
 NO_TIMEOUT = timedelta(0)
+_SLICE_S = 0.1
 
 
 class WrappedWork(dist.Work):
@@ -134,13 +136,9 @@ class SharedWork(dist.Work):
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Return when the tensors hold the result; raise if somebody is lost, or does not come in time."""
-        limit = min(timeout.total_seconds() or self._limit, threading.TIMEOUT_MAX)
-        if not self._lock.acquire(timeout=limit):  # somebody else settles it, with a longer bound
-            what = self._calls[0].what
-            error = SyncTimeout(f"{self._queue.lane.place()} waited {limit:.1f} s for {what}; allow more time", ())
-            self._queue.lane.fail()
-            self._queue.lane.give_up(error)
-            raise error
+        limit = timeout.total_seconds() or self._limit
+        if not self._lock.acquire(timeout=_SLICE_S):
+            self._wait_for_settler(limit)
         try:
             if not self._settled:
                 self._settle(limit)
@@ -151,6 +149,17 @@ class SharedWork(dist.Work):
         if self._error is not None:
             raise self._error
         return True
+
+    def _wait_for_settler(self, limit: float) -> None:
+        """Have the lock: somebody else settles it, who looks after the peers, perhaps with a longer bound."""
+        bound, lane = Awake(limit - _SLICE_S), self._queue.lane
+        while not self._lock.acquire(timeout=_SLICE_S):
+            if bound.over():
+                what = self._calls[0].what
+                error = SyncTimeout(f"{lane.place()} waited {limit:.1f} s for {what}; allow more time", ())
+                lane.fail()
+                lane.give_up(error)
+                raise error
 
     def is_completed(self) -> bool:
         """Whether it has ended; then the tensors hold the result, also for who only asks and never waits."""

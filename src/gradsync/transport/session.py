@@ -11,7 +11,8 @@ count of steps. The peers read on this rank's page what it says here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from gradsync.errors import BackwardAborted, Disagreement, GradSyncError, NonFinite, PeerFault, listed, place
@@ -112,6 +113,15 @@ class Session(Position):
         if not isinstance(error, PeerFault):
             self.fail()
         return True
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Around what the other ranks take part in."""
+        try:
+            yield
+        except BaseException as error:
+            self.give_up(error)
+            raise
 
     def refuse_after_failure(self, what: str, before: str) -> None:
         """Raise if an earlier `before` gave up, for a collective of the user's own."""
