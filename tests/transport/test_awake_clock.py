@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+import gradsync
 from gradsync.transport import awake_clock as module
 from gradsync.transport.awake_clock import MOST_S, Awake
 
@@ -34,3 +36,11 @@ def test_an_hour_asleep_counts_as_a_moment(now: list[float]) -> None:
     now[0] += 3600
     assert clock.look() == MOST_S
     assert clock.left() == 10 - MOST_S
+
+
+def test_no_wait_has_a_clock_of_its_own() -> None:
+    """But in commands, which nobody stops and lets go on; that of the live page bounds nothing."""
+    source = Path(gradsync.__file__).parent
+    others = [path.relative_to(source) for path in source.rglob("*.py") if "time.monotonic()" in path.read_text()]
+    names = {path.as_posix() for path in others if path.parts[0] != "cli"}
+    assert names == {"report/live/feed.py", "transport/awake_clock.py"}

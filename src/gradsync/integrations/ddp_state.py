@@ -205,8 +205,8 @@ class DDPState:
         """Leave: groups and threads end. Every rank calls it; a backward through this hook is then an error."""
         if self._closed:
             return
-        self._closed = True
         together, _ = self._lane.session.goodbye(partial(compare, self._lane, "close()"))
+        self._closed = True
         self._loads.forget()
         self._lane.close(together)
 
