@@ -1,7 +1,7 @@
 """Do the tests notice? Change one thing at random in a room, run that room's tests, and count who is caught.
 
     python benchmarks/mutants/main.py --count 200 --seed 1 --rooms agreement,engine,compress,exchange,pace
-    python benchmarks/mutants/main.py --seed 1 --only 17          # one of them again, to see which test would have to fail
+    python benchmarks/mutants/main.py --seed 1 --only 17          # one again, to see which test ought to fail
 
 Each mutant is a copy of the package in a folder of its own, put before the real one on the path. The files of the room
 whose names share a word with the mutated module run first, so that most mutants die within seconds. A mutant that
