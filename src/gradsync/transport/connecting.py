@@ -5,7 +5,7 @@ each of them to connect, for up to 30 s of its own. It looks after nobody there,
 to a store whose host is stopped does not return at all. So none of this is done by the thread that trains.
 
     attempt   ├─ cards ─┼─ addresses ─┼─ connections ─┤      in a thread: store calls and constructors
-    caller    ├─ slice ─┼─ slice ─┼─ slice ─┼─ …             as any wait of the lane, see [Waiting] there
+    caller    ├─ slice ─┼─ slice ─┼─ slice ─┼─ …             as any wait, see [Waiting] in `waiting`
 
 Note [Ending a constructor]
     After the caller gave up, the thread must end too. Before the addresses are there it waits in our own

@@ -8,7 +8,7 @@ pidfd, others through the store.
     seen    └──┴──┴──┴───·····10 s·····→ PeerLost naming rank 2, on every other rank
 
 Silence is counted in ticks of our own: a rank that stood still itself blames nobody for it. Who is to blame
-in the end is decided in `verdict`.
+in the end is decided in `blame`.
 
 Note [Late is not dead]
     A C function that keeps the interpreter (unpickling, a long collection of garbage) silences the beat of a rank that

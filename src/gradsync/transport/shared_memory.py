@@ -6,7 +6,7 @@ A team has three streams, each with its own order of operations:
     WORKER  sums that a thread of the library makes beside the computation, or the caller itself
     LANE    sums and exchanges of ranges that the lane's own thread asks for: hierarchical, tensors of GPUs
 
-Waiting is in slices, so that the caller can look after the peers and Ctrl-C is heard; see [Waiting] in `lane`.
+Waiting is in slices, so that the caller can look after the peers and Ctrl-C is heard; see [Waiting] in `waiting`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Waiting for the other ranks: bounded, and ending with a name.
-
-    waiting  ├─ slice ─┼─ slice ─┼─ …         ends at once when somebody is dead or silent: its shard is gone,
-             peer gave up ├── 1 s ──┤         a second after somebody gave up or left,
-             timeout ────────────────────┤    and at the latest here
+"""Waiting for the other ranks' answers: as any wait, see [Waiting] in `transport.waiting`, with other names.
 
 A rank is a worker and keeps a shard. A worker that stops while its process lives says so with `leave()`, and nobody
 waits for it; but when a process dies its shard dies too, and nobody else has those parameters: that is PeerLost,
