@@ -58,14 +58,15 @@ def test_who_was_named_by_a_wait_stays_named(session: Session, page: Page) -> No
 def test_what_ends_a_step_only_ends_no_session(session: Session, page: Page, error: GradSyncError) -> None:
     assert not session.give_up(error)
     assert (session.failed, page.state) == (None, INITIAL)
-    session.refuse_after_failure("all_reduce", "call")
+    session.next_call("all_reduce", "call")
+    assert session.step == 1
 
 
 def test_nothing_follows_a_failure(session: Session) -> None:
     with pytest.raises(OSError), session.failing():
         raise OSError
     with pytest.raises(GradSyncError, match=r"all_reduce cannot go on after an earlier call gave up \(OSError\)"):
-        session.refuse_after_failure("all_reduce", "call")
+        session.next_call("all_reduce", "call")
     assert session.goodbye(pytest.fail) == (False, None)
 
 

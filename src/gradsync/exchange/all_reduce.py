@@ -102,8 +102,7 @@ def shared_empty(
 def _call(stand: GroupCache, what: str) -> Iterator[None]:
     """One call after the other; what goes wrong in it is said, or ends the lane."""
     with stand.turn:
-        stand.lane.session.refuse_after_failure(what, "call")
-        stand.lane.session.next_step()
+        stand.lane.session.next_call(what, "call")
         try:
             yield
         except Cards as error:

@@ -198,17 +198,13 @@ class Queue:
     def _do(self, calls: Sequence[TeamOperation], timeout: float | None) -> None:
         """Here, one after the other: each begins when the one before it has ended."""
         for call in calls:
-            self._begin(call.what)
+            self.lane.session.next_call(call.what, "one")
         self.settle(calls, [ByCaller(self.team, WORKER, call.op, call.what) for call in calls], timeout)
 
     def _submit(self, call: TeamOperation) -> Pending:
-        self._begin(call.what)
+        self.lane.session.next_call(call.what, "one")
         _ = self.lane.idle  # looks at all that are under way, so that the lane lets go of those nobody waits for
         return self.lane.follow(ByWorker(self.team, call.op, call.keeps, call.what, call.nbytes, -1))
-
-    def _begin(self, what: str) -> None:
-        self.lane.session.refuse_after_failure(what, "one")
-        self.lane.session.next_step()
 
     def _disagreement(self, what: str, cards: list[str]) -> Disagreement:
         ranks = self.lane.global_ranks(list(self.team.members))

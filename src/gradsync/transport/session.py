@@ -123,13 +123,14 @@ class Session(Position):
             self.give_up(error)
             raise
 
-    def refuse_after_failure(self, what: str, before: str) -> None:
-        """Raise if an earlier `before` gave up, for a collective of the user's own."""
+    def next_call(self, what: str, before: str) -> None:
+        """A collective of the user's own is a step; raises if an earlier `before` gave up."""
         if self.failed is not None:
             raise GradSyncError(
                 f"{self.place()} {what} cannot go on after an earlier {before} gave up ({self.failed}); "
                 "exit with an error, or destroy the process group and make a new one on every rank"
             )
+        self.step += 1
 
     def goodbye(self, meet: Callable[[], object]) -> Goodbye:
         """Wait in `meet` until every rank is here, so that nobody closes a connection another still reads.
