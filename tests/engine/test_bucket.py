@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from gradsync.compress.cast import bf16
 from gradsync.compress.integers import int8
 from gradsync.compress.recipe import EXACT, Choice, Param
-from gradsync.engine.bucket import _LARGE_NBYTES, Bucket, Entry, Layout, _offsets, _pack
-from gradsync.exchange.flat import zeros
+from gradsync.engine.bucket import _LARGE_NBYTES, Bucket, Entry, Layout, _pack
+from gradsync.exchange.flat import Item, lay_out, zeros
 from gradsync.plan.packing import default_limit
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
@@ -42,7 +42,7 @@ def layout_of(
 
 
 def nbytes(entry: Entry) -> int:
-    return entry.param.numel() * entry.param.element_size()
+    return entry.param.nbytes
 
 
 def addresses(view: torch.Tensor) -> set[int]:
@@ -120,11 +120,12 @@ def test_without_a_limit_a_bucket_is_an_eighth_of_the_model(megabytes: int, limi
     assert default_limit(megabytes << 20) == limit
 
 
-@given(st.lists(st.integers(0, 300), min_size=1, max_size=20), st.sampled_from([1, 2, 4, 8, 16]))
-def test_offsets_are_aligned_disjoint_and_in_order(sizes: list[int], item: int) -> None:
-    offsets, total = _offsets(sizes, item)
-    ends = [*offsets[1:], total]
-    assert all(offset * item % 64 == 0 for offset in [*offsets, total])
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=20), st.sampled_from([torch.uint8, *DTYPES]))
+def test_offsets_are_aligned_disjoint_and_in_order(sizes: list[int], dtype: torch.dtype) -> None:
+    items, form = lay_out([Item.like("p", torch.empty(size, dtype=dtype)) for size in sizes])
+    offsets = [item.start for item in items]
+    ends = [*offsets[1:], form.numel]
+    assert all(offset * dtype.itemsize % 64 == 0 for offset in [*offsets, form.numel])
     assert all(
         offset + size <= end < offset + size + 64 for offset, size, end in zip(offsets, sizes, ends, strict=True)
     )
@@ -147,7 +148,7 @@ def test_views_have_their_parameters_strides_and_do_not_overlap(tensors: list[tu
         assert len(mine) == view.numel()
         assert not mine & seen
         seen |= mine
-    assert all(bucket.flat.data_ptr() <= at < bucket.flat.data_ptr() + bucket.nbytes for at in seen)
+    assert all(bucket.flat.data_ptr() <= at < bucket.flat.data_ptr() + bucket.flat.nbytes for at in seen)
 
 
 def test_a_channels_last_parameter_has_a_channels_last_view() -> None:

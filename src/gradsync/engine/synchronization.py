@@ -352,9 +352,7 @@ class Synchronization:
         used = headers.any(Mark.USED)
         everything = None if used.count(1) == len(used) else used
         for bucket in self.bucket_order.buckets:
-            if factor != 1.0:
-                bucket.flat.mul_(factor)
-            bucket.hand_out(everything)
+            bucket.hand_out(everything, factor)
         apart = [entry for entry in self.bucket_order.apart if used[entry.index]]
         if apart:
             average_apart(self.lane, self.exact, apart, headers, self.marks, self._scale, factor)

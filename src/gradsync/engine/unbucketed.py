@@ -38,11 +38,9 @@ def average_apart(
         for bucket in layout.buckets:
             bucket.complete(marks, scale)
             lane.wait(exact.launch(bucket.flat))
-            if factor != 1.0:
-                bucket.flat.mul_(factor)
-            bucket.hand_out(None)
+            bucket.hand_out(None, factor)
         for entry in dense:
-            entry.bucket = None
+            entry.move_out()
 
 
 def _dense_somewhere(entry: Entry, headers: Headers) -> bool:

@@ -18,6 +18,7 @@ from gradsync.compress.recipe import Compressor, Param
 from gradsync.errors import Disagreement, GradSyncError, NotEnoughMemory
 from gradsync.exchange.choose_route import Exact, Misfit
 from gradsync.exchange.group_cache import CARD_NBYTES, GroupCache, group_cache
+from gradsync.exchange.means import share
 from gradsync.kernels.library import CODES
 from gradsync.plan.plan import check_algorithm, check_compress
 from gradsync.transport.pending import ByCaller
@@ -120,7 +121,7 @@ def _reduce(
 ) -> None:
     """Which way it goes depends only on what the card says and all ranks share: they must go the same way."""
     lane = stand.lane
-    scale = 1.0 / lane.groups.size if op == "mean" else 1.0
+    scale = share(lane.groups.size, op)
     if lane.one_host and tensor.is_cpu and isinstance(algorithm, SharedMemory | None):
         flat = _flat(tensor)
         _reduce_in_memory(stand, torch.view_as_real(flat) if flat.is_complex() else flat, card, scale)
@@ -152,7 +153,7 @@ def _reduce_compressed(
         compressed = stand.compressed(parent, tensor.device, algorithm, compress)
     except Misfit as error:
         raise ValueError(str(error)) from None
-    compressed.reduce(tensor, 1.0 / stand.lane.groups.size if op == "mean" else 1.0)
+    compressed.reduce(tensor, share(stand.lane.groups.size, op))
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,9 +7,8 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from gradsync.compress.recipe import Param
 from gradsync.exchange.choose_route import Exact
-from gradsync.exchange.flat import FlatBucket, Item
+from gradsync.exchange.flat import FlatBucket, Item, lay_out
 from gradsync.exchange.pipeline import Pipeline
 from gradsync.exchange.residuals import Kept
 from gradsync.exchange.sender import Sender, open_pipeline, travelling_devices
@@ -57,15 +56,9 @@ class Compressed:
         """The last one, if it had this form: then its tables and buffers are there already."""
         last = self._flat_bucket
         if last is None or last.items[0].shape != tuple(tensor.shape) or last.flat.dtype != tensor.dtype:
-            flat = torch.zeros(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-            item = Item(
-                "the tensor",
-                0,
-                tuple(tensor.shape),
-                torch.empty(tensor.shape, device="meta", dtype=torch.float32).stride(),
-            )
-            choice = self._sender.choose(Param(item.name, item.shape, tensor.dtype))
-            last = FlatBucket(0, flat, [item], replace(choice, feedback=False, exact_steps=0))
+            items, form = lay_out([Item.by_rows("the tensor", tensor)], align_nbytes=1)
+            choice = self._sender.choose(items[0].param)
+            last = FlatBucket(0, form.zeros(), items, replace(choice, feedback=False, exact_steps=0))
             self._sender.replace(Kept({}, {}))  # forgets what it had for another form
             self._sender.add([last])
             self._flat_bucket, self._start = last, dict(last.factors)

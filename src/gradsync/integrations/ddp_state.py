@@ -46,6 +46,7 @@ from gradsync.engine.assemble import Opened
 from gradsync.engine.bucket import Entry
 from gradsync.engine.hooks import in_backward, queue_callback
 from gradsync.errors import Disagreement, GradSyncError, PeerFault
+from gradsync.exchange.means import share
 from gradsync.exchange.residuals import Kept
 from gradsync.integrations.ddp_buckets import Load, Loads
 from gradsync.integrations.hook_agreement import compare
@@ -84,7 +85,7 @@ class DDPState:
         self._loads = Loads(entries, opened)
         self._trips: list[BucketInFlight] = []  # of the step under way
         self._recorder = Recorder()
-        self._scale = 1.0 / self._lane.groups.size
+        self._scale = share(self._lane.groups.size)
         self._over: str | None = None  # why nothing more is sent
         recipe = {"combine": plan.combine, "compress": toml.canonical(plan.compress)}
         self._recipe = fitting(json.dumps(recipe))
