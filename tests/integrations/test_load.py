@@ -28,7 +28,7 @@ def _bucket_of(named: list[tuple[str, torch.Tensor]]) -> list[Item]:
 @given(bucket=buckets)
 def test_what_is_put_in_comes_out_scaled(bucket: list[tuple[list[int], Choice]]) -> None:
     load, items = _make(bucket)
-    gradients = torch.arange(float(sum(item.numel for item in items)))
+    gradients = torch.arange(float(sum(item.param.numel for item in items)))
     buffer = gradients.clone()
     load.put_in(buffer, 0.5)
     for flat_bucket in load.flat_buckets:
@@ -45,7 +45,7 @@ def test_each_way_to_travel_has_one_parcel_without_gaps(bucket: list[tuple[list[
     load, items = _make(bucket)
     assert {flat_bucket.choice for flat_bucket in load.flat_buckets} == {choice for _, choice in bucket}
     assert [flat_bucket.index for flat_bucket in load.flat_buckets] == list(range(3, 3 + len(load.flat_buckets)))
-    assert sum(flat_bucket.flat.numel() for flat_bucket in load.flat_buckets) == sum(item.numel for item in items)
+    assert sum(flat_bucket.flat.numel() for flat_bucket in load.flat_buckets) == sum(item.param.numel for item in items)
     assert sorted(item.name for flat_bucket in load.flat_buckets for item in flat_bucket.items) == sorted(
         item.name for item in items
     )

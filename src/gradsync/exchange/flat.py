@@ -10,7 +10,6 @@ FlatBucket    flat and items     what travels, with what its compressor keeps fo
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -70,14 +69,6 @@ class Item(NamedTuple):
         return cls(name, 0, tuple(tensor.shape), strides, tensor.dtype, tensor.device)
 
     @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-    @property
     def param(self) -> Param:
         """What a compressor is told: the dimension with the largest stride is the first, as it lies in memory."""
         order = sorted(range(len(self.shape)), key=lambda dim: -self.strides[dim])
@@ -85,7 +76,7 @@ class Item(NamedTuple):
 
     @property
     def span(self) -> Span:
-        return Span(self.name, self.start, self.numel)
+        return Span(self.name, self.start, self.param.numel)
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """Its part of `flat`, in the tensor's own shape."""
@@ -111,7 +102,7 @@ def lay_out(items: Sequence[Item], align_nbytes: int = _ITEM_NBYTES) -> FlatLayo
     placed, end = [], 0
     for item in items:
         placed.append(item._replace(start=end))
-        end += align(item.numel, step)
+        end += align(item.param.numel, step)
     return FlatLayout(placed, Form(end, dtype, device))
 
 
@@ -120,8 +111,9 @@ def pack_items(items: Sequence[Item], limit: float, choose: Choose) -> list[tupl
 
     PowerSGD takes like shapes that lie together as one batch, so what is compressed is sorted by shape.
     """
-    kinds = [(item.dtype, item.device, choose(item.param)) for item in items]
-    packed = pack(zip(kinds, (item.nbytes for item in items), strict=True), limit)
+    params = [item.param for item in items]
+    kinds = [(item.dtype, item.device, choose(param)) for item, param in zip(items, params, strict=True)]
+    packed = pack(zip(kinds, (param.nbytes for param in params), strict=True), limit)
     return [
         (numbers if choice.codec is None else sorted(numbers, key=lambda number: items[number].shape), choice)
         for numbers, (_, _, choice) in packed
@@ -168,7 +160,7 @@ class FlatBucket:
     @cached_property
     def raw_nbytes(self) -> int:
         """What its items take, without the gaps between them."""
-        return sum(item.nbytes for item in self.items)
+        return sum(item.param.nbytes for item in self.items)
 
     @property
     def payload_nbytes(self) -> int:

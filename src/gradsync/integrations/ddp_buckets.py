@@ -75,7 +75,7 @@ def make_load(items: list[Item], choose: Choose, indices: list[int], allocate: A
         FlatBucket(index, flat, layout.items, choice)
         for index, flat, layout, (_, choice) in zip(indices, flats, layouts, divided, strict=False)
     ]
-    return Load([item.numel for item in items], [places for places, _ in divided], flat_buckets)
+    return Load([item.param.numel for item in items], [places for places, _ in divided], flat_buckets)
 
 
 def divide(items: list[Item], choose: Choose) -> list[tuple[list[int], Choice]]:
