@@ -16,7 +16,7 @@ import torch.distributed as dist
 import gradsync as gs
 from autos import BUCKETS, Training, choosing, cluster, off, overhearing, predicted
 from gradsync.autotune.decide import choice, miss
-from gradsync.exchange.choose_route import Misfit
+from gradsync.exchange.choose_route import UnfitAlgorithm
 from gradsync.plan.auto import PROFILING
 from gradsync.planner.predict import quality
 from gradsync.trace.reader import read_run
@@ -226,7 +226,7 @@ def check_failed_choice() -> None:
 
 def _refuse_ring(lane: object, algorithm: object, on_nccl: object) -> None:
     if algorithm is not None:
-        raise Misfit("there is no ring here")
+        raise UnfitAlgorithm("there is no ring here")
 
 
 def test_a_failed_choice_leaves_all_ranks_with_the_default_plan(run: Run) -> None:

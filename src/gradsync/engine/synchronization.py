@@ -42,7 +42,7 @@ from gradsync.engine.sync_timeline import Logbook
 from gradsync.engine.unbucketed import average_apart
 from gradsync.engine.weighting import MicroBatches, Weighting
 from gradsync.errors import BackwardAborted, Disagreement, NonFinite
-from gradsync.exchange.choose_route import Exact
+from gradsync.exchange.choose_route import ExactSum
 from gradsync.exchange.sender import Sender
 from gradsync.plan.guard import Guard
 from gradsync.plan.plan import Plan
@@ -61,7 +61,7 @@ class Synchronization:
         self,
         entries: list[Entry],
         lane: Lane,
-        exact: Exact,
+        exact: ExactSum,
         sender: Sender,
         plan: Plan,
         guard: Guard,

@@ -9,7 +9,7 @@ import torch
 
 from gradsync.agreement.header import Headers, Mark
 from gradsync.engine.bucket import Entry, Layout
-from gradsync.exchange.choose_route import Exact
+from gradsync.exchange.choose_route import ExactSum
 from gradsync.exchange.flat import zeros
 from gradsync.exchange.sparse import average_sparse
 from gradsync.transport.lane import Lane
@@ -17,7 +17,7 @@ from gradsync.transport.lane import Lane
 
 def average_apart(
     lane: Lane,
-    exact: Exact,
+    exact: ExactSum,
     entries: list[Entry],
     headers: Headers,
     marks: bytearray,

@@ -16,7 +16,7 @@ from gradsync.algorithms.builtin import SharedMemory
 from gradsync.algorithms.price import Algorithm
 from gradsync.compress.recipe import Compressor, Param
 from gradsync.errors import Disagreement, GradSyncError, NotEnoughMemory
-from gradsync.exchange.choose_route import Exact, Misfit
+from gradsync.exchange.choose_route import ExactSum, UnfitAlgorithm
 from gradsync.exchange.group_cache import CARD_NBYTES, GroupCache, group_cache
 from gradsync.exchange.means import share
 from gradsync.kernels.library import CODES
@@ -151,7 +151,7 @@ def _reduce_compressed(
     _compare(stand, card, tensor)
     try:
         compressed = stand.compressed(parent, tensor.device, algorithm, compress)
-    except Misfit as error:
+    except UnfitAlgorithm as error:
         raise ValueError(str(error)) from None
     compressed.reduce(tensor, share(stand.lane.groups.size, op))
 
@@ -163,10 +163,10 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def _exact(stand: GroupCache, parent: dist.ProcessGroup, device: torch.device, algorithm: Algorithm | None) -> Exact:
+def _exact(stand: GroupCache, parent: dist.ProcessGroup, device: torch.device, algorithm: Algorithm | None) -> ExactSum:
     try:
         return stand.exact(parent, device, algorithm)
-    except Misfit as error:
+    except UnfitAlgorithm as error:
         raise ValueError(str(error)) from None
 
 

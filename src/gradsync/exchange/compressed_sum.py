@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from gradsync.exchange.choose_route import Exact
+from gradsync.exchange.choose_route import ExactSum
 from gradsync.exchange.flat import FlatBucket, Item, lay_out
 from gradsync.exchange.pipeline import Pipeline
 from gradsync.exchange.residuals import Kept
@@ -16,7 +16,7 @@ from gradsync.plan.plan import Plan
 from gradsync.transport.lane import Lane
 
 
-class Compressed:
+class CompressedSum:
     """Sums of tensors on one device by one plan. Nothing is kept: one tensor need not follow from the one before."""
 
     def __init__(
@@ -30,7 +30,7 @@ class Compressed:
     ) -> None:
         """Every rank of the group makes it at once. All plans for a device share one of the `pipelines`."""
         self._lane = lane
-        exact = Exact(lane, parent, plan.algorithm, travelling_devices(parent, [device], plan), timeout)
+        exact = ExactSum(lane, parent, plan.algorithm, travelling_devices(parent, [device], plan), timeout)
         if device not in pipelines:
             pipelines[device] = open_pipeline(lane, device)
         self._sender = Sender(lane, parent, exact, plan, device, timeout, pipeline=pipelines[device])

@@ -14,7 +14,7 @@ from itertools import count
 
 import torch
 
-from gradsync.exchange.choose_route import Exact
+from gradsync.exchange.choose_route import ExactSum
 from gradsync.exchange.flat import FlatBucket, Item, lay_out, pack_items
 from gradsync.exchange.sender import Sender
 from gradsync.transport.pending import Pending
@@ -37,7 +37,7 @@ class FlatSet:
     def __init__(
         self,
         named: Sequence[tuple[str, torch.Tensor]],
-        exact: Exact,
+        exact: ExactSum,
         sender: Sender,
         indices: count[int],
         max_nbytes: int | None = None,
@@ -60,9 +60,9 @@ class FlatSet:
                 for flat, layout, (_, choice) in zip(flats, layouts, packed, strict=True)
             ]
             self.flat_parts.append(FlatPart(flat_buckets, self.names))
-        self.enlist()
+        self.register()
 
-    def enlist(self) -> None:
+    def register(self) -> None:
         """Take up the journeys, with what waits for these flat buckets; every rank calls this at once."""
         first = self.flat_parts[0].flat_buckets
         for flat_part in self.flat_parts:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from gradsync.compress.recipe import EXACT
-from gradsync.exchange.choose_route import Exact
+from gradsync.exchange.choose_route import ExactSum
 from gradsync.exchange.flat import Item, lay_out, pack_items
 from gradsync.transport.lane import Lane
 
@@ -36,7 +36,7 @@ class _Copies(NamedTuple):
 
 
 @torch.no_grad()
-def average(lane: Lane, exact: Exact, tensors: Sequence[torch.Tensor]) -> None:
+def average(lane: Lane, exact: ExactSum, tensors: Sequence[torch.Tensor]) -> None:
     """Make each its mean over the ranks, in place; every rank calls this at once."""
     for copies in _copies(tensors):
         lane.wait(exact.launch(copies.flat.mul_(share(lane.groups.size))))
@@ -44,7 +44,7 @@ def average(lane: Lane, exact: Exact, tensors: Sequence[torch.Tensor]) -> None:
 
 
 @torch.no_grad()
-def level(lane: Lane, exact: Exact, tensors: Sequence[torch.Tensor]) -> None:
+def level(lane: Lane, exact: ExactSum, tensors: Sequence[torch.Tensor]) -> None:
     """Make each its mean, bit for bit what it was where all had the same: a third three times may be less than one.
 
     mean = a + Σ (b − a) / n        b each rank's own, a that of the group's first

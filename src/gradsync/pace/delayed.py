@@ -241,7 +241,7 @@ class DelayedPace(Pace):
     def load(self, saved: SavedPace) -> None:
         self.settle()  # a journey that ends later would leave its residual here
         self._averages.clear()
-        self._flat_set.enlist()
+        self._flat_set.register()
         self._clear_owed()
         self._begun = False
         self._num_steps = -1

@@ -290,7 +290,7 @@ class GossipPace(AfterStep):
         return SavedPace({}, own | {"gossip.weight": torch.tensor(self._weight, dtype=torch.float64, device="cpu")})
 
     def load(self, saved: SavedPace) -> None:
-        self._flat_set.enlist()
+        self._flat_set.register()
         self.reset()
         if (
             "gossip.weight" not in saved.own

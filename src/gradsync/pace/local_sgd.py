@@ -128,7 +128,7 @@ class LocalSGDPace(AfterStep):
         return SavedPace(shared, {})
 
     def load(self, saved: SavedPace) -> None:
-        self._flat_set.enlist()
+        self._flat_set.register()
         self._due.clear()
         shared = saved.shared
         if "local_sgd.clock" not in shared:
