@@ -11,7 +11,7 @@ FlatBucket    flat and items     what travels, with what its compressor keeps fo
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import compress
 from typing import NamedTuple
@@ -21,6 +21,7 @@ import torch
 from gradsync.compress.blocks import Span, align
 from gradsync.compress.recipe import EXACT, Choice, Param
 from gradsync.errors import NotEnoughMemory
+from gradsync.kernels.block_kernels import ALIGN_NBYTES
 from gradsync.plan.packing import pack
 from gradsync.trace.tally import CodecSpan
 from gradsync.transport.shared_memory import Team
@@ -37,6 +38,14 @@ class Form(NamedTuple):
     numel: int
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def shape(self) -> tuple[int]:
+        return (self.numel,)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
 
     def zeros(self) -> torch.Tensor:
         """In ordinary memory."""
@@ -120,6 +129,22 @@ def pack_items(items: Sequence[Item], limit: float, choose: Choose) -> list[tupl
     ]
 
 
+def cut_bytes(
+    memory: torch.Tensor, forms: Sequence[Form | torch.Tensor], align_nbytes: int = ALIGN_NBYTES
+) -> list[torch.Tensor]:
+    """Views of bytes as tensors of these forms, row by row, one after the other, each beginning on such a border."""
+    views, begin = [], 0
+    for form in forms:
+        views.append(memory[begin : begin + form.nbytes].view(form.dtype).view(form.shape))
+        begin += align(form.nbytes, align_nbytes)
+    return views
+
+
+def sum_nbytes(forms: Sequence[Form | torch.Tensor], align_nbytes: int = ALIGN_NBYTES) -> int:
+    """What `cut_bytes` needs for these."""
+    return sum(align(form.nbytes, align_nbytes) for form in forms)
+
+
 def zeros(forms: list[Form]) -> list[torch.Tensor]:
     """In ordinary memory."""
     return [form.zeros() for form in forms]
@@ -128,16 +153,12 @@ def zeros(forms: list[Form]) -> list[torch.Tensor]:
 def carve(team: Team, forms: list[Form], shared: list[bool]) -> list[torch.Tensor]:
     """Zeros; those marked `shared` in one piece of the team's memory, if there is enough."""
     inside = list(compress(forms, shared))
-    sizes = [align(form.numel * form.dtype.itemsize, _PAGE_NBYTES) for form in inside]
     try:
-        memory = team.allocate(sum(sizes))
+        memory = team.allocate(sum_nbytes(inside, _PAGE_NBYTES))
     except NotEnoughMemory as error:
         warnings.warn(f"{error}; gradients are staged through a small window instead", stacklevel=7)
         return zeros(forms)
-    parts = iter(
-        part[: form.numel * form.dtype.itemsize].view(form.dtype)
-        for form, part in zip(inside, memory[: sum(sizes)].split(sizes), strict=True)
-    )
+    parts = iter(cut_bytes(memory, inside, _PAGE_NBYTES))
     return [next(parts) if here else form.zeros() for form, here in zip(forms, shared, strict=True)]
 
 
@@ -178,3 +199,15 @@ class FlatBucket:
         names = [item.name for item in self.items]
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         return f"{self.what} ({shown})"
+
+
+def make_flat_buckets(
+    layouts: Sequence[tuple[FlatLayout, Choice]], indices: Iterable[int], allocate: Allocate
+) -> list[FlatBucket]:
+    """One for each layout, with the next of the `indices`; every rank makes them at once."""
+    flats = allocate([layout.form for layout, _ in layouts])
+    return [
+        FlatBucket(index, flat, layout.items, choice)
+        # The indices come last: of a count, none is taken that nothing is made with.
+        for flat, (layout, choice), index in zip(flats, layouts, indices, strict=False)
+    ]

@@ -15,7 +15,7 @@ from itertools import count
 import torch
 
 from gradsync.exchange.choose_route import ExactSum
-from gradsync.exchange.flat import FlatBucket, Item, lay_out, pack_items
+from gradsync.exchange.flat import FlatBucket, Item, lay_out, make_flat_buckets, pack_items
 from gradsync.exchange.sender import Sender
 from gradsync.transport.pending import Pending
 
@@ -51,15 +51,10 @@ class FlatSet:
         self._sender = sender
         items = [Item.like(name, tensor) for name, tensor in named]
         packed = pack_items(items, max_nbytes or _MAX_NBYTES, sender.choose)
-        layouts = [lay_out([items[number] for number in numbers]) for numbers, _ in packed]
-        self.flat_parts: list[FlatPart] = []
-        for _ in range(num_flat_parts):
-            flats = exact.allocate([layout.form for layout in layouts])
-            flat_buckets = [
-                FlatBucket(next(indices), flat, layout.items, choice)
-                for flat, layout, (_, choice) in zip(flats, layouts, packed, strict=True)
-            ]
-            self.flat_parts.append(FlatPart(flat_buckets, self.names))
+        layouts = [(lay_out([items[number] for number in numbers]), choice) for numbers, choice in packed]
+        self.flat_parts = [
+            FlatPart(make_flat_buckets(layouts, indices, exact.allocate), self.names) for _ in range(num_flat_parts)
+        ]
         self.register()
 
     def register(self) -> None:

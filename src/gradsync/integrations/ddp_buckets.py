@@ -25,7 +25,7 @@ from gradsync.compress.recipe import Choice
 from gradsync.engine.assemble import Opened
 from gradsync.engine.bucket import Entry
 from gradsync.errors import GradSyncError
-from gradsync.exchange.flat import Allocate, Choose, FlatBucket, Item, lay_out, pack_items
+from gradsync.exchange.flat import Allocate, Choose, FlatBucket, Item, lay_out, make_flat_buckets, pack_items
 from gradsync.integrations.hook_agreement import compare
 
 
@@ -69,12 +69,8 @@ def make_load(items: list[Item], choose: Choose, indices: list[int], allocate: A
     `indices` are free for its flat buckets: as many as it has items are enough.
     """
     divided = divide(items, choose)
-    layouts = [lay_out([items[place] for place in places], align_nbytes=1) for places, _ in divided]
-    flats = allocate([layout.form for layout in layouts])
-    flat_buckets = [
-        FlatBucket(index, flat, layout.items, choice)
-        for index, flat, layout, (_, choice) in zip(indices, flats, layouts, divided, strict=False)
-    ]
+    layouts = [(lay_out([items[place] for place in places], align_nbytes=1), choice) for places, choice in divided]
+    flat_buckets = make_flat_buckets(layouts, indices, allocate)
     return Load([item.param.numel for item in items], [places for places, _ in divided], flat_buckets)
 
 
