@@ -22,6 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from netlab import kernel
 
+REFUSED = 77  # the exit code where the kernel allows no host, as of a test that cannot be run here
+
 
 def main(name: str, lab: int) -> None:
     watched = os.pidfd_open(lab)  # before the new process namespace, in which the lab has no number
@@ -43,7 +45,8 @@ def main(name: str, lab: int) -> None:
         print(init, flush=True)
         _wait(watched)
         os.kill(init, signal.SIGKILL)
-    os.waitpid(init, 0)  # returns when the last process of the host has ended
+    _, status = os.waitpid(init, 0)  # returns when the last process of the host has ended
+    sys.exit(REFUSED if os.waitstatus_to_exitcode(status) == REFUSED else 0)
 
 
 def _furnish(name: str, hosts: str) -> None:
@@ -72,4 +75,8 @@ def _wait(lab: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    try:
+        main(sys.argv[1], int(sys.argv[2]))
+    except OSError as error:
+        print(f"no host here: {error}", file=sys.stderr)
+        os._exit(REFUSED)

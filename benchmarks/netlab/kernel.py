@@ -7,7 +7,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 # From its file: by way of the package it would take the seconds that importing torch takes.
-_FILE = Path(__file__).resolve().parents[2] / "src/gradsync/cli/slow_link/namespaces.py"
+_FILE = Path(__file__).resolve().parents[2] / "src/gradsync/cli/demo/slow_link/namespaces.py"
 _spec = spec_from_file_location("namespaces", _FILE)
 assert _spec is not None
 assert _spec.loader is not None

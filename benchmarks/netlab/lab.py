@@ -37,7 +37,12 @@ __all__ = ["Ended", "Lab", "LabError", "RankFailed", "Traffic", "available", "pa
 
 _HERE = Path(__file__).resolve().parent
 _ENTER = str(_HERE / "enter.py")
+_REFUSED = 77  # how holder.py ends where the kernel allows no host
 _PYTHON = [sys.executable, "-I", "-S"]  # nothing that the user's environment could change; starts in 15 ms
+
+
+class NoHost(LabError):
+    """The kernel allows no host here, though this process has the rights: a container with rules of its own."""
 
 
 class RankFailed(LabError):
@@ -183,7 +188,8 @@ class Lab:
         holder.stdin.flush()
         answer = holder.stdout.readline()
         if not answer:
-            raise LabError(f"{name} could not be made; its error is above")
+            refused = holder.wait(GRACE_S) == _REFUSED
+            raise (NoHost if refused else LabError)(f"{name} could not be made; its error is above")
         return int(answer)
 
     def _run(
@@ -224,7 +230,7 @@ def available() -> str | None:
     try:
         with Lab(hosts=3):
             return None
-    except (LabError, NoLink, OSError) as error:
+    except (NoHost, NoLink, OSError) as error:
         return str(error)
 
 

@@ -16,7 +16,7 @@ from statistics import fmean, median
 from typing import Any
 
 import gradsync as gs
-from gradsync.drift.monitor import Watch
+from gradsync.drift.monitor import DriftMonitor
 from gradsync.engine import synchronization as reducer_module
 from gradsync.engine.sync_timeline import Logbook
 from gradsync.engine.trace_step import Tracing
@@ -62,7 +62,7 @@ class Clocks:
             for name in names:
                 setattr(kind, name, self.around("trace", getattr(kind, name)))
         for name in ("take", "announce", "hear"):
-            setattr(Watch, name, self.around("digests", getattr(Watch, name)))
+            setattr(DriftMonitor, name, self.around("digests", getattr(DriftMonitor, name)))
         reducer_module.is_finite = self.around("NaN checks", reducer_module.is_finite)
 
 
