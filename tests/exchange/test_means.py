@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gradsync.exchange.group_cache import group_cache
-from gradsync.exchange.means import average, level, share
+from gradsync.exchange.means import average, level, mean_scale
 
 
 def tensors(seed: int) -> list[torch.Tensor]:
@@ -47,6 +47,6 @@ def test_tensors_become_their_means_where_they_lie(run: Callable[..., list[Any]]
     run(means, equal, ranks=3)
 
 
-def test_shares_of_all_ranks_are_one() -> None:
-    assert sum(share(8) for _ in range(8)) == 1.0
-    assert share(8, "sum", weight=5.0) == 1.0
+def test_the_scales_of_all_ranks_add_up_to_one() -> None:
+    assert sum(mean_scale(8) for _ in range(8)) == 1.0
+    assert mean_scale(8, "sum", weight=5.0) == 1.0

@@ -18,7 +18,7 @@ from gradsync.compress.recipe import Compressor, Param
 from gradsync.errors import Disagreement, GradSyncError, NotEnoughMemory
 from gradsync.exchange.choose_route import ExactSum, UnfitAlgorithm
 from gradsync.exchange.group_cache import CARD_NBYTES, GroupCache, group_cache
-from gradsync.exchange.means import share
+from gradsync.exchange.means import mean_scale
 from gradsync.kernels.library import CODES
 from gradsync.plan.plan import check_algorithm, check_compress
 from gradsync.transport.pending import ByCaller
@@ -121,7 +121,7 @@ def _reduce(
 ) -> None:
     """Which way it goes depends only on what the card says and all ranks share: they must go the same way."""
     lane = stand.lane
-    scale = share(lane.groups.size, op)
+    scale = mean_scale(lane.groups.size, op)
     if lane.one_host and tensor.is_cpu and isinstance(algorithm, SharedMemory | None):
         flat = _flat(tensor)
         _reduce_in_memory(stand, torch.view_as_real(flat) if flat.is_complex() else flat, card, scale)
@@ -153,7 +153,7 @@ def _reduce_compressed(
         compressed = stand.compressed(parent, tensor.device, algorithm, compress)
     except UnfitAlgorithm as error:
         raise ValueError(str(error)) from None
-    compressed.reduce(tensor, share(stand.lane.groups.size, op))
+    compressed.reduce(tensor, mean_scale(stand.lane.groups.size, op))
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

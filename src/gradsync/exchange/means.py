@@ -1,7 +1,7 @@
-"""How a sum over the ranks becomes a mean: each brings its share, for in half types the sum of the whole may overflow.
+"""How a sum over the ranks becomes a mean: each rank brings its part of it.
 
-what is averaged step by step    Σ s·x, s being this rank's `share`
-tensors that travel seldom       exact, by way of flat copies: `average`, `level`
+It is scaled before the sum, by `mean_scale`, for in half types the sum might overflow. Buckets are scaled as they are
+filled; tensors that travel seldom, in flat copies: `average` and `level`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from gradsync.exchange.flat import Item, lay_out, pack_items
 from gradsync.transport.lane import Lane
 
 
-def share(size: float, op: Literal["mean", "sum"] = "mean", weight: float = 1.0) -> float:
+def mean_scale(size: float, op: Literal["mean", "sum"] = "mean", weight: float = 1.0) -> float:
     """What a rank multiplies its own by, so that the sum over `size` ranks is their mean; a sum stays one.
 
-    >>> share(4), share(4, weight=3.0), share(4, "sum")
+    >>> mean_scale(4), mean_scale(4, weight=3.0), mean_scale(4, "sum")
     (0.25, 0.75, 1.0)
     """
     return weight / size if op == "mean" else 1.0
@@ -39,7 +39,7 @@ class _Copies(NamedTuple):
 def average(lane: Lane, exact: ExactSum, tensors: Sequence[torch.Tensor]) -> None:
     """Make each its mean over the ranks, in place; every rank calls this at once."""
     for copies in _copies(tensors):
-        lane.wait(exact.launch(copies.flat.mul_(share(lane.groups.size))))
+        lane.wait(exact.launch(copies.flat.mul_(mean_scale(lane.groups.size))))
         torch._foreach_copy_(copies.tensors, copies.views)
 
 
@@ -52,7 +52,7 @@ def level(lane: Lane, exact: ExactSum, tensors: Sequence[torch.Tensor]) -> None:
     for copies in _copies(tensors):
         first = copies.flat.clone() if lane.groups.rank == 0 else torch.zeros_like(copies.flat)
         lane.wait(exact.launch(first))
-        lane.wait(exact.launch(copies.flat.sub_(first).mul_(share(lane.groups.size))))
+        lane.wait(exact.launch(copies.flat.sub_(first).mul_(mean_scale(lane.groups.size))))
         copies.flat.add_(first)
         torch._foreach_copy_(copies.tensors, copies.views)
 

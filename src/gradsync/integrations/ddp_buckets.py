@@ -1,12 +1,11 @@
-"""The loads of all buckets that DDP has now; DDP lays them out anew after the first step, and we follow.
+"""The buckets that DDP has now, and how each travels; DDP lays them out anew after the first step, and we follow.
 
 A bucket that was not there before is made ready when it comes, on every rank at once, since DDP's buckets are the same
 everywhere: ranks compare it, memory is taken together. What compressors keep goes by parameter, from the bucket
 that had it to the one that has it now.
 
-A load has the gradients of one bucket of DDP, in the flat buckets in which they travel. A bucket of DDP has one dtype
-but parameters of any choice. Where they all travel in one way, the flat bucket is laid out as the bucket is, and DDP
-takes its result from there. Where they do not, each choice has a flat bucket of its own:
+A bucket of DDP has one dtype but parameters of any choice. Where they all travel in one way, one flat bucket is laid
+out as the bucket is, and DDP takes its result from there. Where they do not, each choice has a flat bucket of its own:
 
     DDP's bucket   │ weight │ bias │ weight │ bias │        scaled by 1/n on the way in,
     flat buckets        │ weight │ weight │  │ bias │ bias │     copied back into the bucket on the way out
@@ -29,7 +28,7 @@ from gradsync.exchange.flat import Allocate, Choose, FlatBucket, Item, lay_out, 
 from gradsync.integrations.hook_agreement import compare
 
 
-class Load:
+class DDPBucket:
     """What one bucket of DDP carries; made once, filled and emptied in every step."""
 
     def __init__(self, sizes: list[int], places: list[list[int]], flat_buckets: list[FlatBucket]) -> None:
@@ -63,15 +62,15 @@ class Load:
         return bucket
 
 
-def make_load(items: list[Item], choose: Choose, indices: list[int], allocate: Allocate) -> Load:
-    """The load of a bucket with these items, which lie without a gap; every rank makes it at once.
+def make_ddp_bucket(items: list[Item], choose: Choose, indices: list[int], allocate: Allocate) -> DDPBucket:
+    """For a bucket with these items, which lie without a gap; every rank makes it at once.
 
     `indices` are free for its flat buckets: as many as it has items are enough.
     """
     divided = divide(items, choose)
     layouts = [(lay_out([items[place] for place in places], align_nbytes=1), choice) for places, choice in divided]
     flat_buckets = make_flat_buckets(layouts, indices, allocate)
-    return Load([item.param.numel for item in items], [places for places, _ in divided], flat_buckets)
+    return DDPBucket([item.param.numel for item in items], [places for places, _ in divided], flat_buckets)
 
 
 def divide(items: list[Item], choose: Choose) -> list[tuple[list[int], Choice]]:
@@ -94,23 +93,23 @@ def item_in_bucket(name: str, param: torch.Tensor) -> Item:
 Key = tuple[int, ...]  # the ids of a bucket's parameters, in order: the entries keep these alive
 
 
-class Loads:
-    """Finds the load of a bucket, or makes it."""
+class DDPBuckets:
+    """Finds what a bucket of DDP travels in, or makes it."""
 
     def __init__(self, entries: list[Entry], opened: Opened) -> None:
         self._lane, self._exact, self._sender = opened
         self._entries = {id(entry.param): entry for entry in entries}
-        self._loads: dict[Key, Load] = {}
+        self._ddp_buckets: dict[Key, DDPBucket] = {}
         # A state saved before the first step has the form of one saved later.
         self._sender.expect([self._stand_in(entry) for entry in entries if entry.param.requires_grad])
         self._lane.describe = self._describe
 
-    def find(self, bucket: GradBucket) -> Load | None:
-        """Its load, if this bucket was there before."""
-        return self._loads.get(tuple(map(id, bucket.parameters())))
+    def find(self, bucket: GradBucket) -> DDPBucket | None:
+        """What was made for it, if this bucket was there before."""
+        return self._ddp_buckets.get(tuple(map(id, bucket.parameters())))
 
-    def make(self, bucket: GradBucket) -> Load:
-        """The load of a new bucket. Nothing may be under way: other threads look through the memory that grows."""
+    def make(self, bucket: GradBucket) -> DDPBucket:
+        """For a new bucket. Nothing may be under way: other threads look through the memory that grows."""
         buffer, params = bucket.buffer(), bucket.parameters()
         # DDP may have buckets of another dtype than the parameters'.
         items = [
@@ -121,19 +120,19 @@ class Loads:
         compare(self._lane, doing, step=self._lane.step, dtype=str(buffer.dtype), parameters=names)
         key = tuple(map(id, params))
         self._drop(set(key))
-        load = make_load(items, self._sender.choose, self._free_indices(len(items)), self._exact.allocate)
-        self._sender.add(load.flat_buckets)
-        self._loads[key] = load
-        return load
+        ddp_bucket = make_ddp_bucket(items, self._sender.choose, self._free_indices(len(items)), self._exact.allocate)
+        self._sender.add(ddp_bucket.flat_buckets)
+        self._ddp_buckets[key] = ddp_bucket
+        return ddp_bucket
 
     def forget(self) -> None:
         """All are made anew when they come."""
-        self._loads = {}
+        self._ddp_buckets = {}
 
     def _drop(self, params: set[int]) -> None:
         """What held a gradient of one of these parameters: DDP has laid its buckets out anew."""
-        for key in [key for key in self._loads if not params.isdisjoint(key)]:
-            self._sender.remove(self._loads.pop(key).flat_buckets)
+        for key in [key for key in self._ddp_buckets if not params.isdisjoint(key)]:
+            self._sender.remove(self._ddp_buckets.pop(key).flat_buckets)
 
     def _free_indices(self, num: int) -> list[int]:
         taken = {flat_bucket.index for flat_bucket in self._sender.flat_buckets}

@@ -32,7 +32,7 @@ from gradsync.agreement.calls import Call
 from gradsync.agreement.header import Flag, Mark
 from gradsync.errors import GradSyncError, NonFinite
 from gradsync.exchange.flat_sets import FlatPart, FlatSet
-from gradsync.exchange.means import share
+from gradsync.exchange.means import mean_scale
 from gradsync.pace.averages import Average, depart
 from gradsync.pace.contract import Due, Pace, SavedPace, Site, State, Stats
 from gradsync.pace.loss_scale import Scaling
@@ -48,7 +48,7 @@ class DelayedPace(Pace):
         self._delay = pace.k
         self._site = site
         self._params = [param for _, param in site.parameters]
-        self._share = share(site.lane.groups.size, combine)
+        self._share = mean_scale(site.lane.groups.size, combine)
         self._scaling = Scaling(scaler)
         self._flat_set = FlatSet(
             site.parameters, site.exact, site.sender, site.indices, site.bucket_bytes, num_flat_parts=pace.k + 1
