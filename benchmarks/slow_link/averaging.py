@@ -17,12 +17,10 @@ from itertools import zip_longest
 import torch
 
 from gradsync.compress.recipe import EXACT, Choice, Compressor, Param
-from gradsync.exchange.flat import FlatBucket, Form, Item
+from gradsync.exchange.flat import FlatBucket, Form, Item, lay_out
 from gradsync.exchange.journeys.route import Route
 from gradsync.exchange.sender import route_of  # the one place that knows which codec travels how
 from gradsync.trace.tally import CodecTally
-
-_ALIGN = 16  # elements: parameters lie on borders of 64 bytes, as in the engine's buckets
 
 Tensors = Sequence[torch.Tensor]
 
@@ -58,13 +56,10 @@ class Convoy:
 
     def __init__(self, parameters: dict[str, torch.Tensor], choice: Choice, num_ranks: int) -> None:
         self.choice = choice
-        self.items, end = [], 0
         # Like shapes side by side: PowerSGD takes them at once.
-        for name, parameter in sorted(parameters.items(), key=lambda pair: tuple(pair[1].shape)):
-            self.items.append(Item(name, end, tuple(parameter.shape), parameter.stride()))
-            end += -(-parameter.numel() // _ALIGN) * _ALIGN
-        device = next(iter(parameters.values())).device
-        self._flats = torch.zeros(num_ranks, end, device=device)
+        named = sorted(parameters.items(), key=lambda pair: tuple(pair[1].shape))
+        self.items, (numel, _, device) = lay_out([Item.like(name, parameter) for name, parameter in named])
+        self._flats = torch.zeros(num_ranks, numel, device=device)
         self.flat_buckets = [FlatBucket(0, flat, self.items, choice) for flat in self._flats]
         self.table = Table(num_ranks)
         self.routes: list[Route] = []

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import gradsync as gs
 from autos import BUCKETS, Training, choosing, cluster, off, overhearing, predicted
 from gradsync.autotune.decide import choice, miss
-from gradsync.exchange.choose_route import Misfit
+from gradsync.exchange.choose_route import UnfitAlgorithm
 from gradsync.plan.auto import PROFILING
 from gradsync.planner.predict import quality
 from gradsync.trace.reader import read_run
@@ -210,10 +210,10 @@ def test_a_failed_probe_leaves_all_ranks_with_the_default_plan(run: Run) -> None
 def check_failed_choice() -> None:
     rank = dist.get_rank()
     broken = patch("gradsync.autotune.decide.recommend", _fails)
-    misfit = patch("gradsync.exchange.choose_route._refuse_misfit", _refuse_ring)
+    unfit = patch("gradsync.exchange.choose_route._refuse_unfit", _refuse_ring)
     for chosen, trouble, sentence in (
         (gs.Plan(), broken, "could not choose a plan"),
-        (gs.Plan(algorithm=gs.ring()), misfit, "chose a plan that cannot run here"),
+        (gs.Plan(algorithm=gs.ring()), unfit, "chose a plan that cannot run here"),
     ):
         with choosing(chosen), trouble, warnings.catch_warnings(record=True) as caught, overhearing():
             warnings.simplefilter("always")
@@ -226,7 +226,7 @@ def check_failed_choice() -> None:
 
 def _refuse_ring(lane: object, algorithm: object, on_nccl: object) -> None:
     if algorithm is not None:
-        raise Misfit("there is no ring here")
+        raise UnfitAlgorithm("there is no ring here")
 
 
 def test_a_failed_choice_leaves_all_ranks_with_the_default_plan(run: Run) -> None:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from gradsync.compress.cast import bf16
 from gradsync.compress.integers import int8
-from gradsync.compress.recipe import EXACT, Choice, Param
-from gradsync.engine.bucket import _LARGE_NBYTES, Bucket, Entry, Layout, _offsets, _pack
+from gradsync.compress.recipe import Choice, Param
+from gradsync.engine.bucket import _LARGE_NBYTES, Bucket, Entry, Layout
 from gradsync.exchange.flat import zeros
 from gradsync.plan.packing import default_limit
 
@@ -19,10 +19,6 @@ LARGE = _LARGE_NBYTES // 4  # elements of float32
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 small_tensors = st.builds(lambda shape, dtype: torch.zeros(shape, dtype=dtype), shapes, st.sampled_from(DTYPES))
-
-
-def exactly(param: Param) -> Choice:
-    return EXACT
 
 
 def entries_of(tensors: list[torch.Tensor]) -> list[Entry]:
@@ -39,10 +35,6 @@ def layout_of(
     layout = Layout(entries_of(tensors), bucket_bytes, set(held))
     layout.place(zeros)
     return layout
-
-
-def nbytes(entry: Entry) -> int:
-    return entry.param.numel() * entry.param.element_size()
 
 
 def addresses(view: torch.Tensor) -> set[int]:
@@ -73,30 +65,6 @@ def test_every_parameter_is_in_exactly_one_bucket_of_its_dtype(
         assert bucket.missing == len(bucket.entries)
 
 
-@given(tensors=st.lists(small_tensors, max_size=12), limit=st.integers(1, 200))
-def test_a_bucket_is_closed_by_the_parameter_that_reaches_the_limit(tensors: list[torch.Tensor], limit: int) -> None:
-    packed = [group for group, _ in _pack(entries_of(tensors), limit, exactly)]
-    assert all(sum(nbytes(entry) for entry in group[:-1]) < limit for group in packed)
-    for dtype in DTYPES:
-        # Only the last bucket of a dtype may be short.
-        sizes = [sum(map(nbytes, group)) for group in packed if group[0].param.dtype == dtype]
-        assert all(size >= limit for size in sizes[:-1])
-
-
-@given(tensors=st.lists(small_tensors, max_size=12), limit=st.integers(1, 200))
-def test_packing_keeps_the_order_of_each_dtype(tensors: list[torch.Tensor], limit: int) -> None:
-    packed = [group for group, _ in _pack(entries_of(tensors), limit, exactly)]
-    for dtype in DTYPES:
-        order = [entry.index for group in packed for entry in group if entry.param.dtype == dtype]
-        assert order == [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
-
-
-def test_buckets_stand_in_the_order_in_which_they_get_full() -> None:
-    wide, narrow = torch.zeros(100, dtype=torch.float64), torch.zeros(10)
-    packed = [group for group, _ in _pack(entries_of([narrow, wide, narrow, narrow]), 120, exactly)]
-    assert [[entry.index for entry in group] for group in packed] == [[1], [0, 2, 3]]
-
-
 def test_held_parameters_travel_last_in_buckets_of_their_own() -> None:
     layout = layout_of([torch.zeros(4)] * 5, bucket_bytes=32, held=frozenset({0, 3}))
     assert [[entry.index for entry in bucket.entries] for bucket in layout.buckets] == [[1, 2], [4], [0, 3]]
@@ -120,16 +88,6 @@ def test_without_a_limit_a_bucket_is_an_eighth_of_the_model(megabytes: int, limi
     assert default_limit(megabytes << 20) == limit
 
 
-@given(st.lists(st.integers(0, 300), min_size=1, max_size=20), st.sampled_from([1, 2, 4, 8, 16]))
-def test_offsets_are_aligned_disjoint_and_in_order(sizes: list[int], item: int) -> None:
-    offsets, total = _offsets(sizes, item)
-    ends = [*offsets[1:], total]
-    assert all(offset * item % 64 == 0 for offset in [*offsets, total])
-    assert all(
-        offset + size <= end < offset + size + 64 for offset, size, end in zip(offsets, sizes, ends, strict=True)
-    )
-
-
 @settings(deadline=None)
 @given(tensors=st.lists(st.tuples(shapes, st.booleans()), min_size=1, max_size=6))
 def test_views_have_their_parameters_strides_and_do_not_overlap(tensors: list[tuple[tuple[int, ...], bool]]) -> None:
@@ -147,7 +105,7 @@ def test_views_have_their_parameters_strides_and_do_not_overlap(tensors: list[tu
         assert len(mine) == view.numel()
         assert not mine & seen
         seen |= mine
-    assert all(bucket.flat.data_ptr() <= at < bucket.flat.data_ptr() + bucket.nbytes for at in seen)
+    assert all(bucket.flat.data_ptr() <= at < bucket.flat.data_ptr() + bucket.flat.nbytes for at in seen)
 
 
 def test_a_channels_last_parameter_has_a_channels_last_view() -> None:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import gradsync as gs
 from gradsync.compress.toml import from_canonical
 from gradsync.errors import PeerFault
-from gradsync.exchange.choose_route import Exact
+from gradsync.exchange.choose_route import ExactSum
 from gradsync.exchange.flat import Form
 from gradsync.exchange.group_cache import group_cache
 from gradsync.transport.heartbeat import Phase
@@ -142,7 +142,7 @@ def _summing(by: str, shared: bool, numel: int, guard: gs.Guard) -> tuple[Lane, 
     lane = open_lane(world, guard, guard.timeout)
     lane.open_team(64)
     cpu = torch.device("cpu")
-    exact = Exact(lane, world, None, [cpu], guard.timeout + NET_S)
+    exact = ExactSum(lane, world, None, [cpu], guard.timeout + NET_S)
     flat = exact.allocate([Form(numel, torch.float32, cpu)])[0] if shared else torch.zeros(numel)
 
     def add(step: int) -> None:

@@ -26,10 +26,10 @@ from gradsync.checkpoint.redistribute import changes, gather, receive
 from gradsync.compress import toml
 from gradsync.engine.step import Steps
 from gradsync.engine.synchronization import Synchronization
+from gradsync.exchange.means import level
 from gradsync.exchange.residuals import Kept
 from gradsync.pace.contract import Held, Pace
 from gradsync.pace.contract import SavedPace as PaceState
-from gradsync.pace.trained_parameters import level
 from gradsync.plan import paces
 from gradsync.transport.lane import Lane
 

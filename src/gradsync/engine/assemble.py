@@ -27,7 +27,7 @@ from gradsync.engine.parameters import Inventory
 from gradsync.engine.replicas import Buffers
 from gradsync.engine.synchronization import Synchronization
 from gradsync.errors import Disagreement
-from gradsync.exchange.choose_route import Exact, Misfit
+from gradsync.exchange.choose_route import ExactSum, UnfitAlgorithm
 from gradsync.exchange.sender import Sender, main_device, travelling_devices
 from gradsync.pace.async_sgd.pace import AsyncSGDPace
 from gradsync.pace.contract import Pace, Site
@@ -58,7 +58,7 @@ class Opened(NamedTuple):
     """What gradients travel by."""
 
     lane: Lane
-    exact: Exact
+    exact: ExactSum
     sender: Sender
 
 
@@ -77,12 +77,12 @@ def open_sender(
         _warn_of_idle_rules(lane, plan, inventory)
         lane.open_team(HEAD_NBYTES + len(inventory.entries))
         devices = {tensor.device for tensor in inventory.tensors()}
-        exact = Exact(lane, parent, plan.algorithm, travelling_devices(parent, devices, plan), timeout + NET_S)
+        exact = ExactSum(lane, parent, plan.algorithm, travelling_devices(parent, devices, plan), timeout + NET_S)
         sender = Sender(lane, parent, exact, plan, main_device(devices), timeout + NET_S, always)
     except BaseException as error:
         # These all ranks come to together: nothing is under way.
-        lane.close(together=error is refusal or isinstance(error, Disagreement | Misfit))
-        if isinstance(error, Misfit):
+        lane.close(together=error is refusal or isinstance(error, Disagreement | UnfitAlgorithm))
+        if isinstance(error, UnfitAlgorithm):
             raise ValueError(str(error)) from None
         raise
     return Opened(lane, exact, sender)

@@ -13,20 +13,17 @@ while it is still in the cache.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Iterable, MutableMapping
 
 import torch
 
 from gradsync.agreement.header import Mark
-from gradsync.compress.recipe import EXACT, Choice, Param
-from gradsync.exchange.flat import Allocate, FlatBucket, Form, Item
-from gradsync.plan.packing import default_limit, pack
+from gradsync.compress.recipe import EXACT, Choice
+from gradsync.exchange.flat import Allocate, Choose, FlatBucket, Form, Item, lay_out, pack_items
+from gradsync.plan.packing import default_limit
 from gradsync.trace.timers import Moment
 
-_ALIGN_NBYTES = 64
 _LARGE_NBYTES = 1 << 16  # a CPU copies this much in less time than Python needs to ask for it
-
-Choose = Callable[[Param], Choice]
 
 
 class Entry:
@@ -61,10 +58,20 @@ class Entry:
         self.filled = False  # its gradient is in the bucket
         self.kept: torch.Tensor | None = None  # what stood in the bucket, in case no rank uses it
 
-    def item(self, start: int) -> Item:
-        """Where it lies in a flat tensor: from `start` on, with the parameter's strides."""
-        strides = torch.empty_like(self.param, device="meta").stride()
-        return Item(self.name, start, tuple(self.param.shape), strides)
+    @property
+    def item(self) -> Item:
+        """What a flat tensor needs to have room for its gradient."""
+        return Item.like(self.name, self.param)
+
+    def move_in(self, bucket: Bucket, view: torch.Tensor, large: bool) -> None:
+        """Its gradient travels in this bucket from now on, and lies in this view of it."""
+        self.bucket, self.view, self.large = bucket, view, large
+        self.ptr = view.data_ptr()
+        self.filled = False
+
+    def move_out(self) -> None:
+        """It has no bucket."""
+        self.bucket = None
 
     def take(self, scale: float) -> None:
         """Move the gradient into the bucket, scaled; `.grad` is None afterwards."""
@@ -88,7 +95,7 @@ class Bucket:
     """A flat tensor and the parameters whose gradients fill it."""
 
     __slots__ = (
-        "_offsets",
+        "_items",
         "_small_params",
         "_small_views",
         "choice",
@@ -110,50 +117,34 @@ class Bucket:
 
     def __init__(self, index: int, entries: list[Entry], held: bool, choice: Choice) -> None:
         first = entries[0].param
-        if choice.codec is not None:
-            entries = sorted(entries, key=lambda entry: entry.param.shape)  # PowerSGD takes like shapes as one batch
         self.index = index
         self.choice = choice
         self.held = held  # leaves only when backward has ended
-        item = first.element_size()
         self.on_gpu = first.is_cuda
         self.streams: dict[int, torch.cuda.Stream] = {}  # on which gradients of this step were computed
         everything_small = first.device.type != "cpu"  # on a GPU one kernel copies them all
-        self.small = [e for e in entries if everything_small or e.param.numel() * item < _LARGE_NBYTES]
-        self.large = [e for e in entries if not everything_small and e.param.numel() * item >= _LARGE_NBYTES]
+        self.small = [e for e in entries if everything_small or e.param.nbytes < _LARGE_NBYTES]
+        self.large = [e for e in entries if not everything_small and e.param.nbytes >= _LARGE_NBYTES]
         self.entries = self.small + self.large
-        self._offsets, total = _offsets([e.param.numel() for e in self.entries], item)
-        self.form = Form(total, first.dtype, first.device)
+        self._items, self.form = lay_out([entry.item for entry in self.entries])
         self.missing = len(entries)
-        what = (index, str(first.dtype), total, [entry.index for entry in self.entries], choice)
+        what = (index, str(first.dtype), self.form.numel, [entry.index for entry in self.entries], choice)
         self.mark = zlib.crc32(repr(what).encode()).to_bytes(4, "little")  # equal on two ranks iff the buckets are
         self.ready_at: Moment | None = None  # when its last gradient of this step was there, where a trace asks
 
     def place(self, flat: torch.Tensor) -> None:
         """Live in `flat`, which has this bucket's form."""
         self.flat = flat
-        large = {entry.index for entry in self.large}
-        items = [entry.item(offset) for entry, offset in zip(self.entries, self._offsets, strict=True)]
-        self.flat_bucket = FlatBucket(self.index, flat, items, self.choice)
-        for entry, item in zip(self.entries, items, strict=True):
-            entry.view = item.of(flat)
-            entry.ptr = entry.view.data_ptr()
-            entry.bucket = self
-            entry.large = entry.index in large
-            entry.filled = False
-        split = self._offsets[len(self.small)] if self.large else self.form.numel
-        self.small_flat = self.flat[:split]
+        self.flat_bucket = FlatBucket(self.index, flat, self._items, self.choice)
+        num_small = len(self.small)
+        for number, (entry, item) in enumerate(zip(self.entries, self._items, strict=True)):
+            entry.move_in(self, item.of(flat), large=number >= num_small)
+        self.small_flat = flat[: self._items[num_small].start] if self.large else flat
         self._small_params = [entry.param for entry in self.small]
         self._small_views = [entry.view for entry in self.small]
 
-    @property
-    def nbytes(self) -> int:
-        return self.flat.numel() * self.flat.element_size()
-
     def describe(self) -> str:
-        names = [entry.name for entry in self.entries]
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        return f"bucket {self.index} ({shown})"
+        return self.flat_bucket.describe()
 
     def note_stream(self) -> None:
         """A gradient was computed on the current stream: remember it, for the copy may run on another."""
@@ -234,8 +225,10 @@ class Bucket:
             torch.mul(grad.to_dense() if grad.is_sparse else grad, scale, out=entry.view)
         entry.filled = True
 
-    def hand_out(self, used: bytes | None) -> None:
-        """Make the averaged gradients the parameters' own; `used` None means: all were used."""
+    def hand_out(self, used: bytes | None, factor: float = 1.0) -> None:
+        """Make `factor` times the sums the parameters' own gradients; `used` None means: all were used."""
+        if factor != 1.0:
+            self.flat.mul_(factor)
         for entry in self.entries:
             if used is None or used[entry.index]:
                 entry.param.grad = entry.view
@@ -263,7 +256,7 @@ class Layout:
         choose: Choose = lambda param: EXACT,
     ) -> None:
         entries = list(entries)
-        limit = bucket_bytes or default_limit(sum(map(_nbytes, entries)))
+        limit = bucket_bytes or default_limit(sum(entry.param.nbytes for entry in entries))
         groups = _pack([e for e in entries if e.index not in held], limit, choose)
         late = _pack([e for e in entries if e.index in held], limit, choose)
         self.buckets = [Bucket(i, group, i >= len(groups), c) for i, (group, c) in enumerate(groups + late)]
@@ -294,21 +287,5 @@ class Layout:
 
 
 def _pack(entries: list[Entry], limit: int, choose: Choose) -> list[tuple[list[Entry], Choice]]:
-    """Cut the order into buckets of one dtype, device and choice."""
-    kinds = [(e.param.dtype, e.param.device, choose(e.item(0).param._replace(dtype=e.param.dtype))) for e in entries]
-    packed = pack(zip(kinds, map(_nbytes, entries), strict=True), limit)
-    return [([entries[number] for number in numbers], kind[2]) for numbers, kind in packed]
-
-
-def _nbytes(entry: Entry) -> int:
-    return entry.param.numel() * entry.param.element_size()
-
-
-def _offsets(sizes: list[int], item: int) -> tuple[list[int], int]:
-    """Where each begins, in elements, on borders of 64 bytes; and the total."""
-    step = max(1, _ALIGN_NBYTES // item)
-    offsets, at = [], 0
-    for size in sizes:
-        offsets.append(at)
-        at += -(-size // step) * step
-    return offsets, at
+    packed = pack_items([entry.item for entry in entries], limit, choose)
+    return [([entries[number] for number in numbers], choice) for numbers, choice in packed]

@@ -101,7 +101,7 @@ class BucketOrder:
         # Gradients often arrive in the order that was expected: then no memory is taken a second time.
         if not layout.same_as(self._layout):
             for entry in self._entries:
-                entry.bucket = None
+                entry.move_out()
             layout.place(self._allocate)
             self._layout = layout
         if not self._idle:  # otherwise the sender is the pace's

@@ -87,4 +87,4 @@ class Logbook:
 
 def _plan(bucket: Bucket) -> BucketPlan:
     label = bucket.choice.label if bucket.choice.codec else None
-    return BucketPlan(bucket.index, [entry.index for entry in bucket.entries], bucket.nbytes, label)
+    return BucketPlan(bucket.index, [entry.index for entry in bucket.entries], bucket.flat.nbytes, label)

@@ -42,7 +42,7 @@ from gradsync.engine.sync_timeline import Logbook
 from gradsync.engine.unbucketed import average_apart
 from gradsync.engine.weighting import MicroBatches, Weighting
 from gradsync.errors import BackwardAborted, Disagreement, NonFinite
-from gradsync.exchange.choose_route import Exact
+from gradsync.exchange.choose_route import ExactSum
 from gradsync.exchange.sender import Sender
 from gradsync.plan.guard import Guard
 from gradsync.plan.plan import Plan
@@ -61,7 +61,7 @@ class Synchronization:
         self,
         entries: list[Entry],
         lane: Lane,
-        exact: Exact,
+        exact: ExactSum,
         sender: Sender,
         plan: Plan,
         guard: Guard,
@@ -353,9 +353,7 @@ class Synchronization:
         used = headers.any(Mark.USED)
         everything = None if used.count(1) == len(used) else used
         for bucket in self.bucket_order.buckets:
-            if factor != 1.0:
-                bucket.flat.mul_(factor)
-            bucket.hand_out(everything)
+            bucket.hand_out(everything, factor)
         apart = [entry for entry in self.bucket_order.apart if used[entry.index]]
         if apart:
             average_apart(self.lane, self.exact, apart, headers, self.marks, self._scale, factor)

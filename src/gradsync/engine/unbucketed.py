@@ -9,7 +9,7 @@ import torch
 
 from gradsync.agreement.header import Headers, Mark
 from gradsync.engine.bucket import Entry, Layout
-from gradsync.exchange.choose_route import Exact
+from gradsync.exchange.choose_route import ExactSum
 from gradsync.exchange.flat import zeros
 from gradsync.exchange.sparse import average_sparse
 from gradsync.transport.lane import Lane
@@ -17,7 +17,7 @@ from gradsync.transport.lane import Lane
 
 def average_apart(
     lane: Lane,
-    exact: Exact,
+    exact: ExactSum,
     entries: list[Entry],
     headers: Headers,
     marks: bytearray,
@@ -38,11 +38,9 @@ def average_apart(
         for bucket in layout.buckets:
             bucket.complete(marks, scale)
             lane.wait(exact.launch(bucket.flat))
-            if factor != 1.0:
-                bucket.flat.mul_(factor)
-            bucket.hand_out(None)
+            bucket.hand_out(None, factor)
         for entry in dense:
-            entry.bucket = None
+            entry.move_out()
 
 
 def _dense_somewhere(entry: Entry, headers: Headers) -> bool:

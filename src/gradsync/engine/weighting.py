@@ -27,6 +27,7 @@ import torch
 
 from gradsync.agreement.header import Flag, Headers
 from gradsync.engine.bucket import Entry
+from gradsync.exchange.means import mean_scale
 from gradsync.plan.plan import Combine
 
 _LIGHT = 2.0**-6  # of the base: multiplying by more than the inverse could overflow a half type
@@ -106,11 +107,9 @@ class Weighting:
 
     def scale(self) -> float:
         """What this rank multiplies its gradients by before they travel."""
-        if self._combine == "sum":
-            return 1.0
         self._used_unit = self.unit
         weight = self._now if self.base is None else self.base
-        return weight / (self._size * self.k * self.unit)
+        return mean_scale(self._size * self.k * self.unit, self._combine, weight)
 
     def factor(self, headers: Headers) -> float:
         """What the sum is multiplied by when it is back."""

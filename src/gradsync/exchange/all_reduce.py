@@ -16,8 +16,9 @@ from gradsync.algorithms.builtin import SharedMemory
 from gradsync.algorithms.price import Algorithm
 from gradsync.compress.recipe import Compressor, Param
 from gradsync.errors import Disagreement, GradSyncError, NotEnoughMemory
-from gradsync.exchange.choose_route import Exact, Misfit
+from gradsync.exchange.choose_route import ExactSum, UnfitAlgorithm
 from gradsync.exchange.group_cache import CARD_NBYTES, GroupCache, group_cache
+from gradsync.exchange.means import mean_scale
 from gradsync.kernels.library import CODES
 from gradsync.plan.plan import check_algorithm, check_compress
 from gradsync.transport.pending import ByCaller
@@ -119,7 +120,7 @@ def _reduce(
 ) -> None:
     """Which way it goes depends only on what the card says and all ranks share: they must go the same way."""
     lane = stand.lane
-    scale = 1.0 / lane.groups.size if op == "mean" else 1.0
+    scale = mean_scale(lane.groups.size, op)
     if lane.one_host and tensor.is_cpu and isinstance(algorithm, SharedMemory | None):
         flat = _flat(tensor)
         _reduce_in_memory(stand, torch.view_as_real(flat) if flat.is_complex() else flat, card, scale)
@@ -149,9 +150,9 @@ def _reduce_compressed(
     _compare(stand, card, tensor)
     try:
         compressed = stand.compressed(parent, tensor.device, algorithm, compress)
-    except Misfit as error:
+    except UnfitAlgorithm as error:
         raise ValueError(str(error)) from None
-    compressed.reduce(tensor, 1.0 / stand.lane.groups.size if op == "mean" else 1.0)
+    compressed.reduce(tensor, mean_scale(stand.lane.groups.size, op))
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -161,10 +162,10 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def _exact(stand: GroupCache, parent: dist.ProcessGroup, device: torch.device, algorithm: Algorithm | None) -> Exact:
+def _exact(stand: GroupCache, parent: dist.ProcessGroup, device: torch.device, algorithm: Algorithm | None) -> ExactSum:
     try:
         return stand.exact(parent, device, algorithm)
-    except Misfit as error:
+    except UnfitAlgorithm as error:
         raise ValueError(str(error)) from None
 
 

@@ -1,12 +1,12 @@
-"""The exact round trip of a flat tensor: which way it takes, by plan, place and size.
+"""The exact sum of a flat tensor over the ranks: which route it takes, by plan, place and size.
 
 one host                          in shared memory
 several hosts                     the cheapest by price; hierarchical uses shared memory inside each host
-GPU tensors on gloo               the same, through pinned memory
+GPU tensors on gloo               as in host memory, through pinned memory
 GPU tensors on NCCL               the backend's own all-reduce
 no C library, not enough memory   the backend's own all-reduce, and a warning that says why
 
-Making the ways that a plan may ask for, once, when a group begins; every rank of the group does so at once.
+The routes that a plan may ask for are made once, when a group begins; every rank of the group does so at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,8 @@ from gradsync.algorithms.schedule import Recipe
 from gradsync.cluster import Cluster
 from gradsync.errors import NotEnoughMemory
 from gradsync.exchange.flat import Form, carve, zeros
-from gradsync.exchange.pinned import HostRoute, PinnedRoute
-from gradsync.exchange.routes import MessageRoute, NativeRoute, SharedRoute
-from gradsync.exchange.within_hosts import LevelRoute
+from gradsync.exchange.pinned import PinnedRoute
+from gradsync.exchange.routes import HierarchicalRoute, HostRoute, MessageRoute, NativeRoute, SharedRoute, SumRoute
 from gradsync.kernels.library import CODES
 from gradsync.transport.groups import MESSAGES
 from gradsync.transport.lane import Lane
@@ -36,54 +35,51 @@ from gradsync.transport.link_speed import measure_across
 from gradsync.transport.pending import Pending
 
 
-class Misfit(ValueError):
+class UnfitAlgorithm(ValueError):
     """The plan's algorithm does not fit this group; every rank finds it out."""
 
 
-class Ways(NamedTuple):
+class RouteTable(NamedTuple):
     """For each kind of algorithm, how tensors of a device type take it; what is missing goes by the backend."""
 
-    by_device: dict[str, dict[type, HostRoute | PinnedRoute | MessageRoute]]
+    by_device: dict[str, dict[type, SumRoute]]
     cluster: Cluster | None  # to choose by, where there is a choice
 
-    def of(self, device_type: str, algorithm: Algorithm) -> HostRoute | PinnedRoute | MessageRoute | None:
-        return self.by_device.get(device_type, {}).get(type(algorithm))
 
-
-def open_ways(
+def open_routes(
     lane: Lane, parent: dist.ProcessGroup, algorithm: Algorithm | None, devices: dict[str, torch.device], timeout: float
-) -> Ways:
-    """The ways for tensors on these devices, whose channels exist."""
+) -> RouteTable:
+    """The routes for tensors on these devices, whose channels exist."""
     on_nccl = [kind for kind in devices if not lane.groups.data[kind].on_host]
-    _refuse_misfit(lane, algorithm, on_nccl)
+    _refuse_unfit(lane, algorithm, on_nccl)
     if lane.groups.size == 1 or isinstance(algorithm, Native):
-        return Ways({}, None)
-    by_device: dict[str, dict[type, HostRoute | PinnedRoute | MessageRoute]] = {}
+        return RouteTable({}, None)
+    by_device: dict[str, dict[type, SumRoute]] = {}
     cluster = None
     if len(on_nccl) < len(devices):
-        on_host, cluster = _host_ways(lane, parent, algorithm, timeout)
+        on_host, cluster = _host_routes(lane, parent, algorithm, timeout)
         for kind, device in devices.items():
             if kind == "cpu":
                 by_device[kind] = dict(on_host)
             elif kind not in on_nccl:
-                by_device[kind] = {wanted: PinnedRoute(lane, way, device) for wanted, way in on_host.items()}
+                by_device[kind] = {wanted: PinnedRoute(lane, route, device) for wanted, route in on_host.items()}
     for kind in on_nccl:
         if algorithm is not None:
             by_device[kind] = {type(algorithm): MessageRoute(lane, _recipe(algorithm))}
-    return Ways(by_device, cluster)
+    return RouteTable(by_device, cluster)
 
 
-def _refuse_misfit(lane: Lane, algorithm: Algorithm | None, on_nccl: list[str]) -> None:
+def _refuse_unfit(lane: Lane, algorithm: Algorithm | None, on_nccl: list[str]) -> None:
     if isinstance(algorithm, SharedMemory):
         if len(lane.hosts) > 1:
-            raise Misfit(
+            raise UnfitAlgorithm(
                 f"gs.shared_memory() is for the ranks of one host, but this group spans {len(lane.hosts)}; "
                 "use gs.hierarchical(), which uses shared memory inside each"
             )
         if on_nccl:
-            raise Misfit("gs.shared_memory() is not for tensors on NCCL; use gs.native(), or a gloo group")
+            raise UnfitAlgorithm("gs.shared_memory() is not for tensors on NCCL; use gs.native(), or a gloo group")
         if not lane.has_library:
-            raise Misfit(f"gs.shared_memory() is not offered: {lane.lacks}")
+            raise UnfitAlgorithm(f"gs.shared_memory() is not offered: {lane.lacks}")
     elif on_nccl and algorithm is not None and not isinstance(algorithm, Native):
         warnings.warn(
             f"{algorithm!r} on NCCL sends point to point, which was not measured: no two GPUs were at hand; "
@@ -92,7 +88,7 @@ def _refuse_misfit(lane: Lane, algorithm: Algorithm | None, on_nccl: list[str]) 
         )
 
 
-def _host_ways(
+def _host_routes(
     lane: Lane, parent: dist.ProcessGroup, algorithm: Algorithm | None, timeout: float
 ) -> tuple[dict[type, HostRoute], Cluster | None]:
     if lane.lacks and isinstance(algorithm, SharedMemory | Hierarchical | None):
@@ -102,15 +98,15 @@ def _host_ways(
     if MESSAGES not in lane.groups.data:
         lane.groups.add_data(parent, [MESSAGES], timeout)
     if algorithm is not None:
-        return {type(algorithm): _host_way(lane, _recipe(algorithm))}, None
+        return {type(algorithm): _host_route(lane, _recipe(algorithm))}, None
     cluster = Cluster(lane.hosts, inside=LOOPBACK, across=measure_across(lane))
-    return {type(recipe): _host_way(lane, recipe) for recipe in CANDIDATES}, cluster
+    return {type(recipe): _host_route(lane, recipe) for recipe in CANDIDATES}, cluster
 
 
-def _host_way(lane: Lane, recipe: Recipe) -> HostRoute:
+def _host_route(lane: Lane, recipe: Recipe) -> HostRoute:
     if isinstance(recipe, Hierarchical) and lane.team is not None and len(lane.hosts) > 1:
         try:
-            return LevelRoute(lane, lane.team)
+            return HierarchicalRoute(lane, lane.team)
         except NotEnoughMemory as error:
             warnings.warn(f"{error}; hierarchical() sends messages inside the hosts too", stacklevel=9)
     return MessageRoute(lane, recipe)
@@ -121,21 +117,7 @@ def _recipe(algorithm: Algorithm) -> Recipe:
     return algorithm
 
 
-class SumRoute(Protocol):
-    """A way for a flat tensor to be summed over the ranks."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def wire_share(self) -> float:
-        """How many of a tensor's bytes this rank sends over a network, as a factor."""
-
-    def launch(self, flat: torch.Tensor, bucket: int) -> Pending:
-        """Start; `flat` holds the sum when the pending is settled."""
-
-
-class Exact:
+class ExactSum:
     """Sums flat tensors over the ranks of a group."""
 
     def __init__(
@@ -146,14 +128,14 @@ class Exact:
         devices: Iterable[torch.device],
         timeout: float,
     ) -> None:
-        """Make the channels and ways for tensors on these devices; every rank of the group calls this at once."""
+        """Make the channels and routes for tensors on these devices; every rank of the group calls this at once."""
         kinds = {device.type: device for device in sorted(devices, key=str)}
         missing = [kind for kind in kinds if kind not in lane.groups.data]
         lane.groups.add_data(parent, missing, timeout)
         self._lane = lane
         self._algorithm = algorithm
         self._native = NativeRoute(lane)
-        self._ways = open_ways(lane, parent, algorithm, kinds, timeout)
+        self._routes = open_routes(lane, parent, algorithm, kinds, timeout)
         self._choose = lru_cache(maxsize=1024)(self._chosen)
 
     def launch(self, flat: torch.Tensor, bucket: int = -1) -> Pending:
@@ -162,23 +144,19 @@ class Exact:
         return self.route(Form(real.numel(), real.dtype, real.device)).launch(real, bucket)
 
     def route(self, form: Form) -> SumRoute:
-        """The way that such a tensor takes."""
+        """The one that such a tensor takes."""
         if form.dtype not in CODES and not form.dtype.is_complex:
             return self._native
         algorithm = self._choose(form.numel * form.dtype.itemsize) if self._algorithm is None else self._algorithm
-        return self._ways.of(form.device.type, algorithm) or self._native  # type: ignore[return-value]
+        return self._routes.by_device.get(form.device.type, {}).get(type(algorithm), self._native)
 
     def _chosen(self, nbytes: int) -> Algorithm:
-        if self._ways.cluster is not None:
-            return cheapest(nbytes, self._ways.cluster, MEMORY if self._lane.team is not None else None)
+        if self._routes.cluster is not None:
+            return cheapest(nbytes, self._routes.cluster, MEMORY if self._lane.team is not None else None)
         return SharedMemory() if self._lane.one_host else Native()
 
     def allocate(self, forms: list[Form]) -> list[torch.Tensor]:
         """Zeros of these forms, in the team's memory where that is of use; every rank calls this at once."""
         team = self._lane.team
-        shared = [team is not None and self._is_shared(form) for form in forms]
+        shared = [team is not None and self.route(form).sums_in_team_memory for form in forms]
         return zeros(forms) if team is None or not any(shared) else carve(team, forms, shared)
-
-    def _is_shared(self, form: Form) -> bool:
-        """Whether its sum will be made, wholly or in part, in the team's memory."""
-        return isinstance(self.route(form), SharedRoute | LevelRoute)

@@ -7,9 +7,8 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from gradsync.compress.recipe import Param
-from gradsync.exchange.choose_route import Exact
-from gradsync.exchange.flat import FlatBucket, Item
+from gradsync.exchange.choose_route import ExactSum
+from gradsync.exchange.flat import FlatBucket, Item, lay_out
 from gradsync.exchange.pipeline import Pipeline
 from gradsync.exchange.residuals import Kept
 from gradsync.exchange.sender import Sender, open_pipeline, travelling_devices
@@ -17,7 +16,7 @@ from gradsync.plan.plan import Plan
 from gradsync.transport.lane import Lane
 
 
-class Compressed:
+class CompressedSum:
     """Sums of tensors on one device by one plan. Nothing is kept: one tensor need not follow from the one before."""
 
     def __init__(
@@ -31,7 +30,7 @@ class Compressed:
     ) -> None:
         """Every rank of the group makes it at once. All plans for a device share one of the `pipelines`."""
         self._lane = lane
-        exact = Exact(lane, parent, plan.algorithm, travelling_devices(parent, [device], plan), timeout)
+        exact = ExactSum(lane, parent, plan.algorithm, travelling_devices(parent, [device], plan), timeout)
         if device not in pipelines:
             pipelines[device] = open_pipeline(lane, device)
         self._sender = Sender(lane, parent, exact, plan, device, timeout, pipeline=pipelines[device])
@@ -57,15 +56,9 @@ class Compressed:
         """The last one, if it had this form: then its tables and buffers are there already."""
         last = self._flat_bucket
         if last is None or last.items[0].shape != tuple(tensor.shape) or last.flat.dtype != tensor.dtype:
-            flat = torch.zeros(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-            item = Item(
-                "the tensor",
-                0,
-                tuple(tensor.shape),
-                torch.empty(tensor.shape, device="meta", dtype=torch.float32).stride(),
-            )
-            choice = self._sender.choose(Param(item.name, item.shape, tensor.dtype))
-            last = FlatBucket(0, flat, [item], replace(choice, feedback=False, exact_steps=0))
+            items, form = lay_out([Item.by_rows("the tensor", tensor)], align_nbytes=1)
+            choice = self._sender.choose(items[0].param)
+            last = FlatBucket(0, form.zeros(), items, replace(choice, feedback=False, exact_steps=0))
             self._sender.replace(Kept({}, {}))  # forgets what it had for another form
             self._sender.add([last])
             self._flat_bucket, self._start = last, dict(last.factors)

@@ -11,33 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
-from typing import NamedTuple
 
 import torch
 
-from gradsync.compress.recipe import Choice
-from gradsync.exchange.choose_route import Exact
-from gradsync.exchange.flat import FlatBucket, Form, Item
+from gradsync.exchange.choose_route import ExactSum
+from gradsync.exchange.flat import FlatBucket, Item, lay_out, make_flat_buckets, pack_items
 from gradsync.exchange.sender import Sender
 from gradsync.transport.pending import Pending
 
-_ALIGN_NBYTES = 64
 _MAX_NBYTES = 25 << 20
-
-
-class FlatItem(NamedTuple):
-    """One tensor to be averaged: its name, and one of its shape, dtype and device."""
-
-    name: str
-    like: torch.Tensor
-
-
-class _Hold(NamedTuple):
-    """What travels in one flat bucket."""
-
-    choice: Choice
-    items: list[Item]
-    form: Form
 
 
 class FlatPart:
@@ -54,28 +36,28 @@ class FlatSet:
 
     def __init__(
         self,
-        cargo: Sequence[FlatItem],
-        exact: Exact,
+        named: Sequence[tuple[str, torch.Tensor]],
+        exact: ExactSum,
         sender: Sender,
         indices: count[int],
         max_nbytes: int | None = None,
         num_flat_parts: int = 1,
     ) -> None:
-        """Every rank makes it at once. `indices` counts flat_buckets: no two of a sender have the same."""
-        self.names = [each.name for each in cargo]
-        self._sender = sender
-        holds = _load(cargo, sender, max_nbytes or _MAX_NBYTES)
-        self.flat_parts: list[FlatPart] = []
-        for _ in range(num_flat_parts):
-            flats = exact.allocate([hold.form for hold in holds])
-            flat_buckets = [
-                FlatBucket(next(indices), flat, hold.items, hold.choice)
-                for flat, hold in zip(flats, holds, strict=True)
-            ]
-            self.flat_parts.append(FlatPart(flat_buckets, self.names))
-        self.enlist()
+        """Every rank makes it at once. `named` are tensors of the forms that travel, `indices` counts flat buckets.
 
-    def enlist(self) -> None:
+        No two flat buckets of a sender have the same index.
+        """
+        self.names = [name for name, _ in named]
+        self._sender = sender
+        items = [Item.like(name, tensor) for name, tensor in named]
+        packed = pack_items(items, max_nbytes or _MAX_NBYTES, sender.choose)
+        layouts = [(lay_out([items[number] for number in numbers]), choice) for numbers, choice in packed]
+        self.flat_parts = [
+            FlatPart(make_flat_buckets(layouts, indices, exact.allocate), self.names) for _ in range(num_flat_parts)
+        ]
+        self.register()
+
+    def register(self) -> None:
         """Take up the journeys, with what waits for these flat buckets; every rank calls this at once."""
         first = self.flat_parts[0].flat_buckets
         for flat_part in self.flat_parts:
@@ -94,40 +76,5 @@ class FlatSet:
 
     def describe(self, index: int) -> str | None:
         """The flat bucket with this index, for people; None if it is none of ours."""
-        for flat_bucket in (flat_bucket for flat_part in self.flat_parts for flat_bucket in flat_part.flat_buckets):
-            if flat_bucket.index == index:
-                names = [item.name for item in flat_bucket.items]
-                shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-                return f"bucket {index} ({shown})"
-        return None
-
-
-def _load(cargo: Sequence[FlatItem], sender: Sender, max_nbytes: int) -> list[_Hold]:
-    """Which tensors travel together, and where each lies."""
-    groups: dict[tuple[torch.dtype, torch.device, Choice], list[list[FlatItem]]] = {}
-    for each in cargo:
-        like = each.like
-        choice = sender.choose(_item(each, 0).param._replace(dtype=like.dtype))
-        group = groups.setdefault((like.dtype, like.device, choice), [[]])
-        if sum(other.like.nbytes for other in group[-1]) >= max_nbytes:
-            group.append([])
-        group[-1].append(each)
-    return [
-        _stow(kind[0], kind[1], kind[2], together) for kind, parts in groups.items() for together in parts if together
-    ]
-
-
-def _stow(dtype: torch.dtype, device: torch.device, choice: Choice, together: list[FlatItem]) -> _Hold:
-    if choice.codec is not None:
-        together = sorted(together, key=lambda each: each.like.shape)  # PowerSGD takes like shapes as one batch
-    step = max(1, _ALIGN_NBYTES // dtype.itemsize)
-    items, end = [], 0
-    for each in together:
-        items.append(_item(each, end))
-        end += -(-each.like.numel() // step) * step
-    return _Hold(choice, items, Form(end, dtype, device))
-
-
-def _item(each: FlatItem, start: int) -> Item:
-    strides = torch.empty_like(each.like, device="meta").stride()
-    return Item(each.name, start, tuple(each.like.shape), strides)
+        ours = (flat_bucket for flat_part in self.flat_parts for flat_bucket in flat_part.flat_buckets)
+        return next((flat_bucket.describe() for flat_bucket in ours if flat_bucket.index == index), None)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from gradsync.algorithms.price import Algorithm
 from gradsync.compress.recipe import Compressor
-from gradsync.exchange.choose_route import Exact
-from gradsync.exchange.compressed_sum import Compressed
+from gradsync.exchange.choose_route import ExactSum
+from gradsync.exchange.compressed_sum import CompressedSum
 from gradsync.exchange.pipeline import Pipeline
 from gradsync.plan.guard import Guard
 from gradsync.plan.plan import Plan
@@ -34,27 +34,27 @@ class GroupCache:
         self.lane = open_lane(parent, Guard(), self._timeout)
         self.lane.open_team(CARD_NBYTES)
         self.turn = threading.Lock()  # calls of several threads go one after the other
-        self._exacts: dict[tuple[torch.device, Algorithm | None], Exact] = {}
-        self._compressed: dict[tuple[torch.device, Algorithm | None, Compressor], Compressed] = {}
+        self._exacts: dict[tuple[torch.device, Algorithm | None], ExactSum] = {}
+        self._compressed: dict[tuple[torch.device, Algorithm | None, Compressor], CompressedSum] = {}
         self._pipelines: dict[torch.device, Pipeline] = {}
 
-    def exact(self, parent: dist.ProcessGroup, device: torch.device, algorithm: Algorithm | None) -> Exact:
+    def exact(self, parent: dist.ProcessGroup, device: torch.device, algorithm: Algorithm | None) -> ExactSum:
         """How tensors on this device are summed; every rank asks for the same, at once."""
         key = (device, algorithm)
         if key not in self._exacts:
-            self._exacts[key] = Exact(self.lane, parent, algorithm, [device], self._timeout + NET_S)
+            self._exacts[key] = ExactSum(self.lane, parent, algorithm, [device], self._timeout + NET_S)
         return self._exacts[key]
 
     def compressed(
         self, parent: dist.ProcessGroup, device: torch.device, algorithm: Algorithm | None, compressor: Compressor
-    ) -> Compressed:
+    ) -> CompressedSum:
         """How they are summed compressed; likewise."""
         key = (device, algorithm, compressor)
         if key not in self._compressed:
             if len(self._compressed) == _MAX_COMPRESSED:
                 del self._compressed[next(iter(self._compressed))]  # on every rank: all are asked for the same
             plan, timeout = Plan(algorithm, compressor), self._timeout + NET_S
-            self._compressed[key] = Compressed(self.lane, parent, plan, device, timeout, self._pipelines)
+            self._compressed[key] = CompressedSum(self.lane, parent, plan, device, timeout, self._pipelines)
         return self._compressed[key]
 
 

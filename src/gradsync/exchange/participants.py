@@ -18,17 +18,15 @@ import torch
 import torch.distributed as dist
 
 from gradsync.errors import NotEnoughMemory
-from gradsync.exchange.choose_route import Exact
+from gradsync.exchange.choose_route import ExactSum
 from gradsync.exchange.flat import Form
 from gradsync.exchange.pinned import PinnedRoute
-from gradsync.exchange.routes import SharedRoute, card_of
-from gradsync.kernels.library import CODES, Op, OpKind
+from gradsync.exchange.routes import Bounds, SharedRoute, card_of, share_blocks
+from gradsync.kernels.library import OpKind
 from gradsync.transport.groups import BRIDGE, HOUSE, Channel
 from gradsync.transport.lane import Lane
 from gradsync.transport.pending import Collective, Pending
-from gradsync.transport.shared_memory import LANE, Team
-
-_SLICE_S = 1.0
+from gradsync.transport.shared_memory import Team
 
 
 class Participants(Protocol):
@@ -63,7 +61,7 @@ class Participants(Protocol):
 class AllRanks:
     """All ranks of the group."""
 
-    def __init__(self, lane: Lane, exact: Exact) -> None:
+    def __init__(self, lane: Lane, exact: ExactSum) -> None:
         self.size, self.rank = lane.groups.size, lane.groups.rank
         self.in_memory = lane.one_host
         self._lane = lane
@@ -158,20 +156,11 @@ def _trade(lane: Lane, channel: Channel, rows: torch.Tensor, mine: torch.Tensor,
 
 def _gather_in_memory(team: Team, rows: torch.Tensor, step: int, bucket: int) -> None:
     """On the lane's thread: each fetches the others' rows."""
-    found = team.locate(rows)
-    assert found is not None
-    segment, offset = found
-    op = Op(
-        card=card_of(rows, step, bucket), count=rows.numel(), dtype=CODES[rows.dtype], scale=1.0, kind=OpKind.GATHER
-    )
-    bounds = _row_bounds(*rows.shape)
-    op.bases, op.bounds = ctypes.addressof(segment.bases(offset)), ctypes.addressof(bounds)
-    while not team.advance(LANE, op, _SLICE_S):
-        pass
+    share_blocks(team, OpKind.GATHER, rows, _row_bounds(*rows.shape), card_of(rows, step, bucket))
 
 
 @lru_cache(maxsize=256)
-def _row_bounds(num_rows: int, nbytes: int) -> ctypes.Array[ctypes.c_uint64]:
+def _row_bounds(num_rows: int, nbytes: int) -> Bounds:
     return (ctypes.c_uint64 * (num_rows + 1))(*(row * nbytes for row in range(num_rows + 1)))
 
 

@@ -5,20 +5,19 @@
 
 Gloo's own way would stage the whole tensor and send it through loopback.
 
-Between the memory in which payloads are made and the memory in which they travel.
-
-The same where the wire can read it: host memory on gloo, GPU memory on NCCL. Payloads of a GPU on gloo are copied to
-pinned memory and back, by the stream of the pipeline, whose thread waits for them: no other does.
+Payloads are made and travel in one memory where the wire can read it: host memory on gloo, GPU memory on NCCL. Those
+of a GPU on gloo are copied to pinned memory and back, by the stream of the pipeline, whose thread waits for them: no
+other does.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import Protocol
 
 import torch
 
 from gradsync.errors import NotEnoughMemory
+from gradsync.exchange.routes import HostRoute
 from gradsync.exchange.schedule_runner import stamp
 from gradsync.transport.lane import Lane
 from gradsync.transport.pending import Pending
@@ -62,7 +61,7 @@ def pin(memory: torch.Tensor, owner: object) -> None:
 
     Best effort: copies from memory that is not registered work too, only slower.
     """
-    torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel() * memory.element_size(), 0)
+    torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     weakref.finalize(owner, _unpin, memory)
 
 
@@ -75,21 +74,10 @@ _SLOT_NBYTES = 4 << 20
 _NUM_SLOTS = 3
 
 
-class HostRoute(Protocol):
-    """A way for tensors in host memory."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def wire_share(self) -> float: ...
-
-    def run(self, flat: torch.Tensor, mark: int) -> None:
-        """Sum it now, on the lane's thread."""
-
-
 class PinnedRoute:
     """Stages pieces for another route."""
+
+    sums_in_team_memory = False  # of tensors on a GPU none lies there
 
     def __init__(self, lane: Lane, inner: HostRoute, device: torch.device) -> None:
         """Every rank of the group makes it at once."""
@@ -105,9 +93,7 @@ class PinnedRoute:
         ready.record(torch.cuda.current_stream(flat.device))
         done = torch.cuda.Event()
         mark = stamp(self._lane.today, bucket)
-        pending = self._lane.send(
-            lambda: self._run(flat, mark, ready, done), f"bucket {bucket}", flat.numel() * flat.element_size(), bucket
-        )
+        pending = self._lane.send(lambda: self._run(flat, mark, ready, done), f"bucket {bucket}", flat.nbytes, bucket)
         pending.then(lambda: torch.cuda.current_stream(flat.device).wait_event(done))
         return pending
 

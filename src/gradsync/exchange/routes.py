@@ -1,29 +1,68 @@
-"""The backend's own all-reduce.
+"""The routes by which a flat tensor is summed over the ranks. All but one need what ranks do to be alike everywhere.
 
-In shared memory: the team's worker makes the sum beside the computation.
+NativeRoute         the backend's own all-reduce
+SharedRoute         in the memory that ranks of one host share: the team's worker adds up, beside the computation
+MessageRoute        a schedule's rounds of sends and receives, on the lane's thread (NCCL: on a stream)
+HierarchicalRoute   only what must cross between hosts travels, on the lane's thread:
 
-By sends and receives: a schedule's rounds, one after the other, on the lane's thread (NCCL: on a stream).
+    inside, in memory            across, by messages               inside, in memory
+    each adds up its block       each with those who answer        each fetches the others'
+    of all buffers here          for the same block elsewhere      finished blocks
 """
 
 from __future__ import annotations
 
+import ctypes
 import re
+from collections import deque
 from functools import lru_cache
+from typing import NamedTuple, Protocol
 
 import torch
 
-from gradsync.algorithms.schedule import Recipe
+from gradsync.algorithms.hierarchical import Hierarchical
+from gradsync.algorithms.schedule import Recipe, chunk_bounds
 from gradsync.exchange.schedule_runner import Program, run, stamp
+from gradsync.kernels.library import CODES, Op, OpKind
 from gradsync.transport.groups import MESSAGES
 from gradsync.transport.lane import Lane
-from gradsync.transport.pending import ByWorker, OnStream, Pending
+from gradsync.transport.pending import ByWorker, Errand, OnStream, Pending
 from gradsync.transport.shared_memory import LANE, Team
+
+_SLICE_S = 1.0
+Bounds = ctypes.Array[ctypes.c_uint64]
+
+
+class SumRoute(Protocol):
+    """A way for a flat tensor to be summed over the ranks."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def wire_share(self) -> float:
+        """How many of a tensor's bytes this rank sends over a network, as a factor."""
+
+    @property
+    def sums_in_team_memory(self) -> bool:
+        """Whether a tensor that lies there is summed where it lies, wholly or in part."""
+
+    def launch(self, flat: torch.Tensor, bucket: int) -> Pending:
+        """Start; `flat` holds the sum when the pending is settled."""
+
+
+class HostRoute(SumRoute, Protocol):
+    """A way for tensors in host memory, which another route may use for its pieces."""
+
+    def run(self, flat: torch.Tensor, mark: int) -> None:
+        """Sum it now, on the lane's thread."""
 
 
 class NativeRoute:
     """One collective per tensor; the backend does the rest."""
 
     name = "native"
+    sums_in_team_memory = False
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
@@ -34,18 +73,15 @@ class NativeRoute:
         channel = self._lane.groups.data[flat.device.type]
         if channel.on_host and flat.dtype == torch.int16:
             raise ValueError("gloo cannot add int16; use int32, or gs.shared_memory() on one host")
-        nbytes = flat.numel() * flat.element_size()
-        return self._lane.launch(lambda: channel.sum(flat), f"bucket {bucket}", nbytes, bucket, channel.on_host)
-
-
-_SLICE_S = 1.0
+        return self._lane.launch(lambda: channel.sum(flat), f"bucket {bucket}", flat.nbytes, bucket, channel.on_host)
 
 
 class SharedRoute:
-    """One C call per tensor: in place where it lives in the team's memory, else through windows."""
+    """One C call per tensor: in place where it lies in the team's memory, else through windows."""
 
     name = "shared_memory"
     wire_share = 0.0
+    sums_in_team_memory = True
 
     def __init__(self, lane: Lane, team: Team) -> None:
         self._lane = lane
@@ -53,17 +89,13 @@ class SharedRoute:
 
     def launch(self, flat: torch.Tensor, bucket: int) -> Pending:
         op = self._team.sum_op(flat, card_of(flat, self._lane.today, bucket))
-        nbytes = flat.numel() * flat.element_size()
         try:
-            return self._lane.follow(ByWorker(self._team, op, flat, f"bucket {bucket}", nbytes, bucket))
+            return self._lane.follow(ByWorker(self._team, op, flat, f"bucket {bucket}", flat.nbytes, bucket))
         except MemoryError as error:
             raise RuntimeError(str(error)) from error
 
-    def run(self, flat: torch.Tensor, stamp: int) -> None:
-        """The same, now, on the lane's thread."""
-        op = self._team.sum_op(flat, card_of(flat, stamp, 0))
-        while not self._team.advance(LANE, op, _SLICE_S):
-            pass
+    def run(self, flat: torch.Tensor, mark: int) -> None:
+        _advance(self._team, self._team.sum_op(flat, card_of(flat, mark, 0)))
 
 
 def card_of(flat: torch.Tensor, step: int, bucket: int) -> bytes:
@@ -71,11 +103,28 @@ def card_of(flat: torch.Tensor, step: int, bucket: int) -> bytes:
     return f"bucket {bucket} step {step % 10**6}: {flat.numel()} {str(flat.dtype).removeprefix('torch.')}".encode()
 
 
+def share_blocks(team: Team, kind: OpKind, flat: torch.Tensor, bounds: Bounds, card: bytes) -> None:
+    """On the lane's thread: what `kind` says, with the blocks between `bounds` of a tensor in the team's memory."""
+    found = team.locate(flat)
+    assert found is not None
+    segment, offset = found
+    op = Op(card=card, count=flat.numel(), dtype=CODES[flat.dtype], scale=1.0, kind=kind)
+    op.bases, op.bounds = ctypes.addressof(segment.bases(offset)), ctypes.addressof(bounds)
+    _advance(team, op)
+
+
+def _advance(team: Team, op: Op) -> None:
+    while not team.advance(LANE, op, _SLICE_S):
+        pass  # it ends when a peer dies or gives up
+
+
 _NAME = re.compile(r"(?<=[a-z])(?=[A-Z])")  # HalvingDoubling is halving_doubling
 
 
 class MessageRoute:
     """Runs a recipe's schedule."""
+
+    sums_in_team_memory = False
 
     def __init__(self, lane: Lane, recipe: Recipe) -> None:
         self.name = _NAME.sub("_", type(recipe).__name__).lower()
@@ -85,14 +134,101 @@ class MessageRoute:
         self._program = lru_cache(maxsize=64)(lambda numel, itemsize: Program.compile(schedule, rank, numel, itemsize))
 
     def launch(self, flat: torch.Tensor, bucket: int) -> Pending:
-        mark, nbytes = stamp(self._lane.today, bucket), flat.numel() * flat.element_size()
+        mark = stamp(self._lane.today, bucket)
         if flat.device.type != "cpu":
             channel = self._lane.groups.data[flat.device.type]
             program = self._program(flat.numel(), flat.element_size())
-            return OnStream(flat, lambda: run(program, flat, channel, mark), f"bucket {bucket}", nbytes, bucket)
-        return self._lane.send(lambda: self.run(flat, mark), f"bucket {bucket}", nbytes, bucket)
+            return OnStream(flat, lambda: run(program, flat, channel, mark), f"bucket {bucket}", flat.nbytes, bucket)
+        return self._lane.send(lambda: self.run(flat, mark), f"bucket {bucket}", flat.nbytes, bucket)
 
     def run(self, flat: torch.Tensor, mark: int) -> None:
-        """Now, on the lane's thread; `flat` is in host memory."""
         program = self._program(flat.numel(), flat.element_size())
         run(program, flat, self._lane.groups.data[MESSAGES], mark)
+
+
+_LEAST_NBYTES, _MOST_NBYTES = 2 << 20, 8 << 20  # of a part
+_NUM_PARTS = 3  # under way at a time
+
+
+class _Division(NamedTuple):
+    """For parts of one size: where each local rank's block begins and ends, and what crosses between hosts."""
+
+    bounds: Bounds
+    program: Program
+
+
+class _Part(NamedTuple):
+    """A part under way."""
+
+    given: torch.Tensor  # of the tensor
+    inside: torch.Tensor  # the same, in the team's memory
+    division: _Division
+    across: Errand
+
+
+class HierarchicalRoute:
+    """Inside each host in shared memory, across by messages."""
+
+    name = "hierarchical"
+    sums_in_team_memory = True
+
+    def __init__(self, lane: Lane, team: Team) -> None:
+        """Every rank of the group makes it at once: it takes a window of the teams' memory."""
+        self._lane = lane
+        self._team = team
+        self._windows = team.allocate(_NUM_PARTS * _MOST_NBYTES)[: _NUM_PARTS * _MOST_NBYTES].split(_MOST_NBYTES)
+        self._wire = lane.hire()
+        levels, rank = Hierarchical().levels(lane.hosts), lane.groups.rank
+        schedule = levels.across_schedule()
+        self.wire_share = schedule.share_sent_by(rank)
+        blocks = [levels.blocks[member] for member in team.members]
+
+        def divide(numel: int, itemsize: int) -> _Division:
+            chunks = chunk_bounds(numel, levels.num_chunks)
+            borders = [chunks[block.start][0] for block in blocks] + [numel]
+            program = Program.compile(schedule, rank, numel, itemsize)
+            return _Division((ctypes.c_uint64 * len(borders))(*borders), program)
+
+        self._divide = lru_cache(maxsize=64)(divide)
+
+    def launch(self, flat: torch.Tensor, bucket: int) -> Pending:
+        mark = stamp(self._lane.today, bucket)
+        return self._lane.send(lambda: self.run(flat, mark), f"bucket {bucket}", flat.nbytes, bucket)
+
+    def run(self, flat: torch.Tensor, mark: int) -> None:
+        if not flat.numel():
+            return
+        in_place = self._team.locate(flat) is not None
+        each = min(_MOST_NBYTES, max(_LEAST_NBYTES, flat.nbytes // _NUM_PARTS)) // flat.element_size()
+        under_way: deque[_Part] = deque()
+        for number, given in enumerate(flat.split(each)):
+            if len(under_way) == _NUM_PARTS:
+                self._finish(under_way.popleft(), mark)
+            inside = given if in_place else self._copy_in(given, number)
+            under_way.append(self._begin(given, inside, mark))
+        for part in under_way:
+            self._finish(part, mark)
+
+    def _copy_in(self, given: torch.Tensor, number: int) -> torch.Tensor:
+        window = self._windows[number % _NUM_PARTS].view(given.dtype)[: given.numel()]
+        return window.copy_(given)
+
+    def _begin(self, given: torch.Tensor, inside: torch.Tensor, mark: int) -> _Part:
+        division = self._divide(given.numel(), given.element_size())
+        self._in_memory(OpKind.SCATTER, inside, division, mark)
+        channel = self._lane.groups.data[MESSAGES]
+        # Parts share the mark: they follow each other on the wire, and messages of one pair keep their order.
+        across = Errand(lambda: run(division.program, inside, channel, mark), "messages across hosts", 0, -1)
+        self._wire.take(across)
+        return _Part(given, inside, division, across)
+
+    def _finish(self, part: _Part, mark: int) -> None:
+        while not part.across.landed(_SLICE_S):
+            pass  # it ends: the channel's own timeout bounds it, and whoever gives up cuts the wires
+        part.across.settle()
+        self._in_memory(OpKind.GATHER, part.inside, part.division, mark)
+        if part.inside is not part.given:
+            part.given.copy_(part.inside)
+
+    def _in_memory(self, kind: OpKind, flat: torch.Tensor, division: _Division, mark: int) -> None:
+        share_blocks(self._team, kind, flat, division.bounds, card_of(flat, mark, kind))

@@ -21,7 +21,7 @@ from gradsync.compress.cast import Cast
 from gradsync.compress.powersgd import PowerSGD
 from gradsync.compress.randomk import RandomK
 from gradsync.compress.recipe import EXACT, Choice, Codec, Param
-from gradsync.exchange.choose_route import Exact
+from gradsync.exchange.choose_route import ExactSum
 from gradsync.exchange.flat import FlatBucket
 from gradsync.exchange.journeys.across import Across
 from gradsync.exchange.journeys.casting import Casting
@@ -56,7 +56,7 @@ class Sender:
         self,
         lane: Lane,
         parent: dist.ProcessGroup,
-        exact: Exact,
+        exact: ExactSum,
         plan: Plan,
         device: torch.device,
         timeout: float,

@@ -1,14 +1,11 @@
-"""The loads of all buckets that DDP has now; DDP lays them out anew after the first step, and we follow.
+"""The buckets that DDP has now, and how each travels; DDP lays them out anew after the first step, and we follow.
 
 A bucket that was not there before is made ready when it comes, on every rank at once, since DDP's buckets are the same
 everywhere: ranks compare it, memory is taken together. What compressors keep goes by parameter, from the bucket
 that had it to the one that has it now.
 
-A load: the gradients of one bucket of DDP, in the flat buckets in which they travel.
-
-A bucket of DDP has one dtype but parameters of any choice. Where they all travel in one way, the flat bucket is laid
-out as
-the bucket is, and DDP takes its result from there. Where they do not, each choice has a flat bucket of its own:
+A bucket of DDP has one dtype but parameters of any choice. Where they all travel in one way, one flat bucket is laid
+out as the bucket is, and DDP takes its result from there. Where they do not, each choice has a flat bucket of its own:
 
     DDP's bucket   │ weight │ bias │ weight │ bias │        scaled by 1/n on the way in,
     flat buckets        │ weight │ weight │  │ bias │ bias │     copied back into the bucket on the way out
@@ -17,40 +14,32 @@ the bucket is, and DDP takes its result from there. Where they do not, each choi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from itertools import count, islice
-from typing import NamedTuple
 
 import torch
 from torch._C._distributed_c10d import GradBucket
 
-from gradsync.compress.recipe import Choice, Param
+from gradsync.compress.recipe import Choice
 from gradsync.engine.assemble import Opened
 from gradsync.engine.bucket import Entry
 from gradsync.errors import GradSyncError
-from gradsync.exchange.flat import Allocate, FlatBucket, Form, Item
+from gradsync.exchange.flat import Allocate, Choose, FlatBucket, Item, lay_out, make_flat_buckets, pack_items
 from gradsync.integrations.hook_agreement import compare
 
 
-class Share(NamedTuple):
-    """The part of a bucket that travels in one way."""
-
-    places: list[int]  # which of the bucket's gradients, in the order of the flat bucket
-    items: list[Item]
-    choice: Choice
-
-
-class Load:
+class DDPBucket:
     """What one bucket of DDP carries; made once, filled and emptied in every step."""
 
-    def __init__(self, sizes: list[int], shares: list[Share], flat_buckets: list[FlatBucket]) -> None:
+    def __init__(self, sizes: list[int], places: list[list[int]], flat_buckets: list[FlatBucket]) -> None:
+        """`places` are for each flat bucket those of DDP's gradients that travel in it, in its order."""
         self.flat_buckets = flat_buckets
         self._sizes = sizes
         self._whole = len(flat_buckets) == 1
-        self._places = [share.places for share in shares]
+        self._places = places
         self._parts = [
-            list(flat_bucket.flat.split([sizes[place] for place in share.places]))
-            for share, flat_bucket in zip(shares, flat_buckets, strict=True)
+            list(flat_bucket.flat.split([sizes[place] for place in here]))
+            for here, flat_bucket in zip(places, flat_buckets, strict=True)
         ]
 
     def put_in(self, bucket: torch.Tensor, scale: float) -> None:
@@ -73,105 +62,77 @@ class Load:
         return bucket
 
 
-def make_load(
-    items: list[Item], form: Form, choose: Callable[[Param], Choice], indices: list[int], allocate: Allocate
-) -> Load:
-    """The load of a bucket of this form with these items, which lie without a gap; every rank makes it at once.
+def make_ddp_bucket(items: list[Item], choose: Choose, indices: list[int], allocate: Allocate) -> DDPBucket:
+    """For a bucket with these items, which lie without a gap; every rank makes it at once.
 
-    `indices` are free for its flat_buckets: as many as it has items are enough.
+    `indices` are free for its flat buckets: as many as it has items are enough.
     """
-    sizes = [item.param.numel for item in items]
-    shares = divide(items, form.dtype, choose)
-    flats = allocate([form._replace(numel=sum(item.param.numel for item in share.items)) for share in shares])
-    flat_buckets = [
-        FlatBucket(index, flat, share.items, share.choice)
-        for index, flat, share in zip(indices, flats, shares, strict=False)
-    ]
-    return Load(sizes, shares, flat_buckets)
+    divided = divide(items, choose)
+    layouts = [(lay_out([items[place] for place in places], align_nbytes=1), choice) for places, choice in divided]
+    flat_buckets = make_flat_buckets(layouts, indices, allocate)
+    return DDPBucket([item.param.numel for item in items], [places for places, _ in divided], flat_buckets)
 
 
-def divide(items: list[Item], dtype: torch.dtype, choose: Callable[[Param], Choice]) -> list[Share]:
-    """One share for each way to travel, packed; a single one stays as it lies."""
-    by_choice: dict[Choice, list[int]] = {}
-    for place, item in enumerate(items):
-        by_choice.setdefault(choose(item.param._replace(dtype=dtype)), []).append(place)
-    if len(by_choice) == 1:
-        return [Share(places, items, choice) for choice, places in by_choice.items()]
-    # PowerSGD takes like shapes that lie together as one batch.
-    return [
-        _pack(sorted(places, key=lambda place: items[place].shape), items, choice)
-        for choice, places in by_choice.items()
-    ]
+def divide(items: list[Item], choose: Choose) -> list[tuple[list[int], Choice]]:
+    """Which gradients travel in which way, each way packed; a single one stays as it lies."""
+    divided = pack_items(items, math.inf, choose)
+    return divided if len(divided) > 1 else [(list(range(len(items))), divided[0][1])]
 
 
-def _pack(places: list[int], items: list[Item], choice: Choice) -> Share:
-    packed, start = [], 0
-    for place in places:
-        packed.append(items[place]._replace(start=start))
-        start += items[place].param.numel
-    return Share(places, packed, choice)
+def item_in_bucket(name: str, param: torch.Tensor) -> Item:
+    """How DDP lays out a gradient: as its parameter where that fills its memory, any other one row by row.
 
-
-def lay_out(named: list[tuple[str, torch.Tensor]]) -> list[Item]:
-    """Where DDP has put the gradients of these parameters: one after the other, each as its parameter lies in memory.
-
-    >>> lay_out([("bias", torch.zeros(3)), ("weight", torch.zeros(2, 4).t())])[1]
-    Item(name='weight', start=3, shape=(4, 2), strides=(1, 4))
+    >>> weight = torch.zeros(2, 6)
+    >>> item_in_bucket("weight", weight.t()).strides, item_in_bucket("weight", weight[:, ::2]).strides
+    ((1, 6), (3, 1))
     """
-    items, start = [], 0
-    for name, param in named:
-        items.append(Item(name, start, tuple(param.shape), _strides(param)))
-        start += param.numel()
-    return items
-
-
-def _strides(param: torch.Tensor) -> tuple[int, ...]:
-    """The parameter's own where it fills its memory; DDP lays out any other one row by row."""
-    if torch.empty_like(param, device="meta").stride() == param.stride():
-        return param.stride()
-    return torch.empty(param.shape, device="meta", dtype=torch.float32).stride()
+    item = Item.like(name, param)
+    return item if item.strides == param.stride() else Item.by_rows(name, param)
 
 
 Key = tuple[int, ...]  # the ids of a bucket's parameters, in order: the entries keep these alive
 
 
-class Loads:
-    """Finds the load of a bucket, or makes it."""
+class DDPBuckets:
+    """Finds what a bucket of DDP travels in, or makes it."""
 
     def __init__(self, entries: list[Entry], opened: Opened) -> None:
         self._lane, self._exact, self._sender = opened
         self._entries = {id(entry.param): entry for entry in entries}
-        self._loads: dict[Key, Load] = {}
+        self._ddp_buckets: dict[Key, DDPBucket] = {}
         # A state saved before the first step has the form of one saved later.
         self._sender.expect([self._stand_in(entry) for entry in entries if entry.param.requires_grad])
         self._lane.name_buckets(self._describe)
 
-    def find(self, bucket: GradBucket) -> Load | None:
-        """Its load, if this bucket was there before."""
-        return self._loads.get(tuple(map(id, bucket.parameters())))
+    def find(self, bucket: GradBucket) -> DDPBucket | None:
+        """What was made for it, if this bucket was there before."""
+        return self._ddp_buckets.get(tuple(map(id, bucket.parameters())))
 
-    def make(self, bucket: GradBucket) -> Load:
-        """The load of a new bucket. Nothing may be under way: other threads look through the memory that grows."""
+    def make(self, bucket: GradBucket) -> DDPBucket:
+        """For a new bucket. Nothing may be under way: other threads look through the memory that grows."""
         buffer, params = bucket.buffer(), bucket.parameters()
-        items = lay_out([(self._name(param), param) for param in params])
+        # DDP may have buckets of another dtype than the parameters'.
+        items = [
+            item_in_bucket(self._name(param), param)._replace(dtype=buffer.dtype, device=buffer.device)
+            for param in params
+        ]
         names, doing = [item.name for item in items], f"bucket {bucket.index()} of DDP"
         compare(self._lane, doing, step=self._lane.step, dtype=str(buffer.dtype), parameters=names)
         key = tuple(map(id, params))
         self._drop(set(key))
-        form = Form(buffer.numel(), buffer.dtype, buffer.device)
-        load = make_load(items, form, self._sender.choose, self._free_indices(len(items)), self._exact.allocate)
-        self._sender.add(load.flat_buckets)
-        self._loads[key] = load
-        return load
+        ddp_bucket = make_ddp_bucket(items, self._sender.choose, self._free_indices(len(items)), self._exact.allocate)
+        self._sender.add(ddp_bucket.flat_buckets)
+        self._ddp_buckets[key] = ddp_bucket
+        return ddp_bucket
 
     def forget(self) -> None:
         """All are made anew when they come."""
-        self._loads = {}
+        self._ddp_buckets = {}
 
     def _drop(self, params: set[int]) -> None:
         """What held a gradient of one of these parameters: DDP has laid its buckets out anew."""
-        for key in [key for key in self._loads if not params.isdisjoint(key)]:
-            self._sender.remove(self._loads.pop(key).flat_buckets)
+        for key in [key for key in self._ddp_buckets if not params.isdisjoint(key)]:
+            self._sender.remove(self._ddp_buckets.pop(key).flat_buckets)
 
     def _free_indices(self, num: int) -> list[int]:
         taken = {flat_bucket.index for flat_bucket in self._sender.flat_buckets}
@@ -189,16 +150,10 @@ class Loads:
 
     def _stand_in(self, entry: Entry) -> FlatBucket:
         """For a parameter whose bucket is not known yet."""
-        [item] = lay_out([(entry.name, entry.param)])
-        choice = self._sender.choose(item.param._replace(dtype=entry.param.dtype))
-        return FlatBucket(-1, torch.empty(0, dtype=entry.param.dtype, device=entry.param.device), [item], choice)
+        item = item_in_bucket(entry.name, entry.param)
+        nothing = torch.empty(0, dtype=item.dtype, device=item.device)
+        return FlatBucket(-1, nothing, [item], self._sender.choose(item.param))
 
     def _describe(self, index: int) -> str:
-        names = [
-            item.name
-            for flat_bucket in self._sender.flat_buckets
-            if flat_bucket.index == index
-            for item in flat_bucket.items
-        ]
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        return f"bucket {index} ({shown})"
+        ours = (flat_bucket for flat_bucket in self._sender.flat_buckets if flat_bucket.index == index)
+        return next((flat_bucket.describe() for flat_bucket in ours), f"bucket {index}")

@@ -46,8 +46,9 @@ from gradsync.engine.assemble import Opened
 from gradsync.engine.bucket import Entry
 from gradsync.engine.hooks import in_backward, queue_callback
 from gradsync.errors import Disagreement, GradSyncError
+from gradsync.exchange.means import mean_scale
 from gradsync.exchange.residuals import Kept
-from gradsync.integrations.ddp_buckets import Load, Loads
+from gradsync.integrations.ddp_buckets import DDPBucket, DDPBuckets
 from gradsync.integrations.hook_agreement import compare
 from gradsync.plan.plan import Plan
 from gradsync.trace import Recorder
@@ -65,7 +66,7 @@ _WINDOW = (
 class BucketInFlight(NamedTuple):
     """A bucket under way."""
 
-    load: Load
+    ddp_bucket: DDPBucket
     buffer: torch.Tensor
     in_flight: list[Pending]
     future: Future[torch.Tensor]
@@ -82,10 +83,10 @@ class DDPState:
         self._failing = self._lane.session.failing
         self._ddp = ddp  # weakly: DDP holds us
         self._shapes = {entry.name: tuple(entry.param.shape) for entry in entries}
-        self._loads = Loads(entries, opened)
+        self._ddp_buckets = DDPBuckets(entries, opened)
         self._trips: list[BucketInFlight] = []  # of the step under way
         self._recorder = Recorder()
-        self._scale = 1.0 / self._lane.groups.size
+        self._scale = mean_scale(self._lane.groups.size)
         self._closed = False
         recipe = {"combine": plan.combine, "compress": toml.canonical(plan.compress)}
         self._recipe = fitting(json.dumps(recipe))
@@ -98,21 +99,21 @@ class DDPState:
         with self._failing():
             buffer = bucket.buffer()
             self._lane.at(Phase.BACKWARD, bucket.index())
-            load = self._loads.find(bucket) or self._make(bucket)
-            load.put_in(buffer, self._scale)
-            in_flight = [self._sender.launch(flat_bucket) for flat_bucket in load.flat_buckets]
+            ddp_bucket = self._ddp_buckets.find(bucket) or self._make(bucket)
+            ddp_bucket.put_in(buffer, self._scale)
+            in_flight = [self._sender.launch(flat_bucket) for flat_bucket in ddp_bucket.flat_buckets]
             future: Future[torch.Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
-            self._trips.append(BucketInFlight(load, buffer, in_flight, future))
+            self._trips.append(BucketInFlight(ddp_bucket, buffer, in_flight, future))
             if bucket.is_last():
                 self._sender.flush()
                 self._see_to_the_end()
         return future
 
-    def _make(self, bucket: GradBucket) -> Load:
+    def _make(self, bucket: GradBucket) -> DDPBucket:
         """A new bucket: what is under way comes to its end first."""
         self._sender.flush()
         self._wait()
-        return self._loads.make(bucket)
+        return self._ddp_buckets.make(bucket)
 
     def _see_to_the_end(self) -> None:
         """See [Who waits]."""
@@ -128,7 +129,7 @@ class DDPState:
             self._recorder.start_waiting(any(not channel.on_host for channel in self._lane.groups.data.values()))
             self._wait()
             for trip in self._trips:
-                trip.future.set_result(trip.load.take_out(trip.buffer))
+                trip.future.set_result(trip.ddp_bucket.take_out(trip.buffer))
             self._close_record()
             self._trips = []
             self._lane.session.next_step()
@@ -192,7 +193,7 @@ class DDPState:
         keeps = len(self._sender.kept().residuals)
         taken, hand = receive(self._lane, state, self._shapes, keeps, self._failing)
         with self._failing():
-            self._loads.forget()
+            self._ddp_buckets.forget()
             self._sender.replace(Kept(add_up(taken.parts.values()), taken.factors))
             self._lane.session.continue_at(taken.shared.step)
         if self._lane.groups.rank == 0:  # all ranks see the same
@@ -207,7 +208,7 @@ class DDPState:
             return
         together, _ = self._lane.session.goodbye(partial(compare, self._lane, "close()"))
         self._closed = True
-        self._loads.forget()
+        self._ddp_buckets.forget()
         self._lane.close(together)
 
     # Small things

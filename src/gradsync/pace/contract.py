@@ -26,7 +26,7 @@ from gradsync.agreement.calls import Call
 from gradsync.agreement.header import Flag, Headers
 from gradsync.agreement.outcome import HealthLog
 from gradsync.errors import GradSyncError
-from gradsync.exchange.choose_route import Exact
+from gradsync.exchange.choose_route import ExactSum
 from gradsync.exchange.sender import Sender
 from gradsync.plan.guard import Guard
 from gradsync.trace import Recorder
@@ -56,7 +56,7 @@ class Site(NamedTuple):
     """What a pace works on; the same on every rank."""
 
     lane: Lane
-    exact: Exact
+    exact: ExactSum
     sender: Sender
     parameters: Sequence[tuple[str, torch.nn.Parameter]]
     optimizers: Sequence[Optimizer]

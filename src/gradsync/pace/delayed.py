@@ -31,7 +31,8 @@ from torch.optim import Optimizer
 from gradsync.agreement.calls import Call
 from gradsync.agreement.header import Flag, Mark
 from gradsync.errors import GradSyncError, NonFinite
-from gradsync.exchange.flat_sets import FlatItem, FlatPart, FlatSet
+from gradsync.exchange.flat_sets import FlatPart, FlatSet
+from gradsync.exchange.means import mean_scale
 from gradsync.pace.averages import Average, depart
 from gradsync.pace.contract import Due, Pace, SavedPace, Site, State, Stats
 from gradsync.pace.loss_scale import Scaling
@@ -47,11 +48,10 @@ class DelayedPace(Pace):
         self._delay = pace.k
         self._site = site
         self._params = [param for _, param in site.parameters]
-        self._share = 1.0 if combine == "sum" else 1.0 / site.lane.groups.size
+        self._share = mean_scale(site.lane.groups.size, combine)
         self._scaling = Scaling(scaler)
-        cargo = [FlatItem(name, param.detach()) for name, param in site.parameters]
         self._flat_set = FlatSet(
-            cargo, site.exact, site.sender, site.indices, site.bucket_bytes, num_flat_parts=pace.k + 1
+            site.parameters, site.exact, site.sender, site.indices, site.bucket_bytes, num_flat_parts=pace.k + 1
         )
         site.lane.tell_several_at_once()  # k headers are under way
         self._averages: deque[Average] = deque()  # to be applied, oldest first
@@ -241,7 +241,7 @@ class DelayedPace(Pace):
     def load(self, saved: SavedPace) -> None:
         self.settle()  # a journey that ends later would leave its residual here
         self._averages.clear()
-        self._flat_set.enlist()
+        self._flat_set.register()
         self._clear_owed()
         self._begun = False
         self._num_steps = -1

@@ -135,7 +135,7 @@ class DiLoCoPace(AfterStep):
         self._due.clear()
         for fragment in self._fragments:
             fragment.forget()
-            fragment.flat_set.enlist()
+            fragment.flat_set.register()
         ours = {key: tensor for key, tensor in saved.shared.items() if key.startswith("diloco.")}
         state = {key.removeprefix("diloco."): tensor for key, tensor in ours.items()}
         if not all(f"global.{name}" in state for fragment in self._fragments for name in fragment.flat_set.names):

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from gradsync.exchange.flat_sets import FlatItem, FlatSet
+from gradsync.exchange.flat_sets import FlatSet
 from gradsync.pace.averages import PendingMean, arrive, confirm, depart
 from gradsync.pace.contract import Site, State
 from gradsync.plan.paces import Nesterov
@@ -31,8 +31,8 @@ class Fragment:
         self._params = [param for _, param in named]
         self._w = [_wide(param) for param in self._params]
         self._b = [torch.zeros_like(w) for w in self._w] if outer.momentum else []
-        cargo = [FlatItem(name, w) for (name, _), w in zip(named, self._w, strict=True)]
-        self.flat_set = FlatSet(cargo, site.exact, site.sender, site.indices, site.bucket_bytes)
+        forms = [(name, w) for (name, _), w in zip(named, self._w, strict=True)]
+        self.flat_set = FlatSet(forms, site.exact, site.sender, site.indices, site.bucket_bytes)
         self.departed_at: int | None = None  # the clock when the exchange under way began
         self.synchronized_at = 0  # the clock up to which w knows of our steps
         self.equal_at = 0  # the clock at which p was w

@@ -51,7 +51,7 @@ from gradsync.agreement.calls import Call, check_same_call
 from gradsync.agreement.header import HEAD_NBYTES, Flag, Head, Headers, pack_header
 from gradsync.errors import Disagreement, NonFinite, listed
 from gradsync.exchange.flat import FlatBucket
-from gradsync.exchange.flat_sets import FlatItem, FlatSet
+from gradsync.exchange.flat_sets import FlatSet
 from gradsync.pace.after_step import AfterStep
 from gradsync.pace.averages import arrive, depart, first_nonfinite
 from gradsync.pace.contract import SavedPace, Site, Stats
@@ -160,8 +160,7 @@ class GossipPace(AfterStep):
         # Gloo, on whatever the parameters' own group is: messages go through host memory.
         groups.add_part(parent, _CHANNEL, list(range(groups.size)), "cpu", timeout)
         self._channel = groups.data[_CHANNEL]
-        cargo = [FlatItem(name, param.detach()) for name, param in self._trained.named]
-        self._flat_set = FlatSet(cargo, site.exact, site.sender, site.indices, site.bucket_bytes)
+        self._flat_set = FlatSet(self._trained.named, site.exact, site.sender, site.indices, site.bucket_bytes)
         self._flat_part = self._flat_set.flat_parts[0]
         self._round = 0
         self._weight = 1.0  # ω
@@ -291,7 +290,7 @@ class GossipPace(AfterStep):
         return SavedPace({}, own | {"gossip.weight": torch.tensor(self._weight, dtype=torch.float64, device="cpu")})
 
     def load(self, saved: SavedPace) -> None:
-        self._flat_set.enlist()
+        self._flat_set.register()
         self.reset()
         if (
             "gossip.weight" not in saved.own

@@ -25,11 +25,11 @@ from __future__ import annotations
 import torch
 
 from gradsync.agreement.documents import share
-from gradsync.exchange.flat_sets import FlatItem, FlatSet
+from gradsync.exchange.flat_sets import FlatSet
+from gradsync.exchange.means import average
 from gradsync.pace.after_step import AfterStep
 from gradsync.pace.averages import arrive, depart
 from gradsync.pace.contract import SavedPace, Site, Stats
-from gradsync.pace.trained_parameters import average
 from gradsync.plan.paces import LocalSGD
 
 
@@ -69,8 +69,7 @@ class LocalSGDPace(AfterStep):
         super().__init__(site)
         self._size = site.lane.groups.size
         self._params = self._trained.params
-        cargo = [FlatItem(name, param.detach()) for name, param in self._trained.named]
-        self._flat_set = FlatSet(cargo, site.exact, site.sender, site.indices, site.bucket_bytes)
+        self._flat_set = FlatSet(self._trained.named, site.exact, site.sender, site.indices, site.bucket_bytes)
         self._anchor = [param.detach().clone() for param in self._params] if compressed else None
         self._last = 0  # its value at the last average
         self._num_averages = 0
@@ -129,7 +128,7 @@ class LocalSGDPace(AfterStep):
         return SavedPace(shared, {})
 
     def load(self, saved: SavedPace) -> None:
-        self._flat_set.enlist()
+        self._flat_set.register()
         self._due.clear()
         shared = saved.shared
         if "local_sgd.clock" not in shared:

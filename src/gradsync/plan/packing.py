@@ -19,7 +19,7 @@ def default_limit(total_nbytes: int) -> int:
     return min(max(total_nbytes // _NUM_BUCKETS, _MIN_NBYTES), _MAX_NBYTES)
 
 
-def pack(items: Iterable[tuple[Kind, int]], limit: int) -> list[tuple[list[int], Kind]]:
+def pack(items: Iterable[tuple[Kind, int]], limit: float) -> list[tuple[list[int], Kind]]:
     """Cut a sequence of (kind, bytes) into buckets of one kind, each closed when it reaches `limit` bytes.
 
     Buckets, as the numbers of their items, stand in the order in which they get full.

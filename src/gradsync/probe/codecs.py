@@ -14,11 +14,11 @@ from gradsync.compress.cast import bf16, fp16
 from gradsync.compress.integers import int4, int8
 from gradsync.compress.powersgd import powersgd
 from gradsync.compress.randomk import randomk
-from gradsync.compress.recipe import Compressor, Param
+from gradsync.compress.recipe import Compressor
 from gradsync.compress.sign import sign
 from gradsync.compress.toml import canonical
 from gradsync.compress.topk import topk
-from gradsync.exchange.flat import FlatBucket, Form, Item
+from gradsync.exchange.flat import FlatBucket, Form, Item, lay_out
 from gradsync.exchange.pipeline import Journey
 from gradsync.exchange.sender import route_of
 from gradsync.probe.probe_group import Crew
@@ -54,7 +54,7 @@ class _Alone:
         return _arrived()
 
     def for_sums(self, form: Form) -> torch.Tensor:
-        return torch.zeros(form.numel, dtype=form.dtype, device=form.device)
+        return form.zeros()
 
     def for_gathering(self, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.uint8, device=device)
@@ -77,16 +77,13 @@ def _speed(crew: Crew, compressor: Compressor) -> CodecSpeed:
 
 def _journey(crew: Crew, compressor: Compressor, shapes: list[tuple[int, int]]) -> list[float]:
     """Seconds of each stage of a bucket of such parameters; all ranks get the same."""
-    params = [Param(f"weight {number}", shape) for number, shape in enumerate(shapes)]
-    choice = compressor.choose(params[0])
+    weights = [torch.empty(shape, dtype=torch.float32, device=crew.device) for shape in shapes]
+    items, form = lay_out([Item.like(f"weight {i}", weight) for i, weight in enumerate(weights)], align_nbytes=1)
+    choice = compressor.choose(items[0].param)
     assert choice.codec is not None
-    items, total = [], 0
-    for param in params:
-        items.append(Item(param.name, total, param.shape, (param.shape[1], 1)))
-        total += param.numel
     # Neither from the user's random state nor in the user's default dtype or on the default device.
     generator = torch.Generator("cpu").manual_seed(0)
-    gradient = torch.randn(total, generator=generator, dtype=torch.float32, device="cpu").to(crew.device)
+    gradient = torch.randn(form.numel, generator=generator, dtype=torch.float32, device="cpu").to(crew.device)
     flat_bucket = FlatBucket(0, gradient.clone(), items, choice)
     if choice.feedback:
         flat_bucket.residual = torch.zeros_like(gradient)

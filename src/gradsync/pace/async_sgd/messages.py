@@ -25,9 +25,13 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Sequence
+from itertools import compress
 from typing import NamedTuple
 
 import torch
+
+from gradsync.compress.blocks import align
+from gradsync.exchange.flat import cut_bytes, sum_nbytes
 
 _STRUCT = struct.Struct("<qqqqqq")
 MESSAGE_NBYTES = _STRUCT.size
@@ -81,9 +85,6 @@ def payload_tag(kind: MessageKind, shard: int, version: int) -> int:
     return (kind << _SHARD_BITS | shard % (1 << _SHARD_BITS)) << _VERSION_BITS | version % (1 << _VERSION_BITS)
 
 
-_ALIGN = 16
-
-
 def pack(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
     """A new tensor of bytes that holds all of them.
 
@@ -91,31 +92,18 @@ def pack(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
     >>> unpack(pack([w, None]), [w, w])
     [tensor([1., 2.]), None]
     """
-    begins = _aligned(len(tensors))
-    total = begins + sum(_aligned(t.nbytes) for t in tensors if t is not None)
-    payload = torch.empty(total, dtype=torch.uint8, device="cpu")
+    present = [tensor.detach() for tensor in tensors if tensor is not None]
+    begins = align(len(tensors))
+    payload = torch.empty(begins + sum_nbytes(present), dtype=torch.uint8, device="cpu")
     payload[:begins] = 0
-    for index, tensor in enumerate(tensors):
-        if tensor is not None:
-            payload[index] = 1
-            place = payload[begins : begins + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            place.copy_(tensor.detach())
-            begins += _aligned(tensor.nbytes)
+    payload[: len(tensors)] = torch.tensor([tensor is not None for tensor in tensors], device="cpu")
+    for view, tensor in zip(cut_bytes(payload[begins:], present), present, strict=True):
+        view.copy_(tensor)
     return payload
 
 
 def unpack(payload: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """What `pack` was given, as views of the payload; `like` tells the types and shapes."""
-    begins = _aligned(len(like))
-    tensors: list[torch.Tensor | None] = []
-    for there, model in zip(payload[: len(like)].tolist(), like, strict=True):
-        if not there:
-            tensors.append(None)
-            continue
-        tensors.append(payload[begins : begins + model.nbytes].view(model.dtype).view(model.shape))
-        begins += _aligned(model.nbytes)
-    return tensors
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
+    there = payload[: len(like)].tolist()
+    views = iter(cut_bytes(payload[align(len(like)) :], list(compress(like, there))))
+    return [next(views) if here else None for here in there]
