@@ -39,7 +39,7 @@ class _Copies(NamedTuple):
 def average(lane: Lane, exact: ExactSum, tensors: Sequence[torch.Tensor]) -> None:
     """Make each its mean over the ranks, in place; every rank calls this at once."""
     for copies in _copies(tensors):
-        lane.wait(exact.launch(copies.flat.mul_(mean_scale(lane.groups.size))))
+        lane.wait(exact.launch(copies.flat.div_(lane.groups.size)))
         torch._foreach_copy_(copies.tensors, copies.views)
 
 
@@ -52,7 +52,7 @@ def level(lane: Lane, exact: ExactSum, tensors: Sequence[torch.Tensor]) -> None:
     for copies in _copies(tensors):
         first = copies.flat.clone() if lane.groups.rank == 0 else torch.zeros_like(copies.flat)
         lane.wait(exact.launch(first))
-        lane.wait(exact.launch(copies.flat.sub_(first).mul_(mean_scale(lane.groups.size))))
+        lane.wait(exact.launch(copies.flat.sub_(first).div_(lane.groups.size)))
         copies.flat.add_(first)
         torch._foreach_copy_(copies.tensors, copies.views)
 
