@@ -6,7 +6,7 @@
     compared                        share 7      share 8        unequal: every rank reads so, and all look closer
 
 Digests are taken at the end of backward, when parameters and optimizer state are at rest on every rank: nobody steps
-before its gradients are there. The closer look is `inquest`; it happens when all ranks are at the same place.
+before its gradients are there. The closer look is `diagnosis`; it happens when all ranks are at the same place.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _ask(reading: DigestReading, distant: dict[torch.device, list[torch.Tensor]]
 
 
 def _together(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Small ones as one tensor of bytes: a kernel for each would cost more than it does."""
+    """Put small parts into one tensor of bytes: a kernel for each would cost more than it does."""
     small = [part for part in parts if part.numel() * part.element_size() < _SMALL_NBYTES]
     large = [part for part in parts if part.numel() * part.element_size() >= _SMALL_NBYTES]
     return [*large, torch.cat([part.contiguous().view(torch.uint8) for part in small])] if small else large
