@@ -19,7 +19,9 @@ The walk is the same on every machine, however busy, as nothing in it is left to
     threads     what threads of the exchange do beside the training thread stands in a list of its own, and is not
                 counted; threads that work by the clock (heartbeats) are not recorded
     completion  what a backend calls when it has finished runs on any thread, ours or its own: not recorded
-    collector   it does not run during the step
+    collector   it does not run during the step, and what is called at an object's end is not recorded
+
+In the first plan's step 654e046 has 35 modules, 270 calls and 62 changes, counted so.
 """
 
 from __future__ import annotations
@@ -34,12 +36,13 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import groupby, pairwise
 from multiprocessing.context import ForkServerContext
 from pathlib import Path, PurePosixPath
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -56,8 +59,8 @@ _STEP = 12
 _IDLE_S = 0.3  # nothing more comes from a thread that has been still for so long
 _LONG_S = 60.0
 _PARTS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
-_NO_HOPS = (*_PARTS, "_completed", "__del__")
-_BESIDE = "gradsync-lane"
+_NOT_CALLS = (*_PARTS, "_completed", "__del__")  # what a backend or the collector calls comes when it comes
+_BESIDE = "gradsync-lane"  # the name of the exchange's threads
 
 
 class Scene(NamedTuple):
@@ -134,7 +137,7 @@ class Recorder:
 
     def _counts(self, frame: FrameType) -> bool:
         code = frame.f_code
-        return code.co_filename.startswith(_SOURCE) and code.co_name not in _NO_HOPS
+        return code.co_filename.startswith(_SOURCE) and code.co_name not in _NOT_CALLS
 
     def _is_begun(self, frame: FrameType) -> bool:
         """Whether the function has just begun: a generator that goes on is heard of as a call too."""
@@ -176,6 +179,7 @@ def record(scene: Scene) -> Walk | None:
         dist.barrier()
         walk = None
         if rank == 0:
+            time.sleep(_IDLE_S)  # until threads of the exchange have ended the step before
             with _waits_alike(), _no_collector():
                 walk = _recorded(recorder, model, optimizer, x)
         else:
@@ -213,17 +217,15 @@ def _no_collector() -> Iterator[None]:
 @contextmanager
 def _waits_alike() -> Iterator[None]:
     """Let each wait of this thread find nothing at first, then everything; other threads' find everything."""
-    kinds = {kind: kind.landed for kind in _kinds(Pending) if "landed" in vars(kind)}
-    for kind, landed in kinds.items():
-        kind.landed = _late(landed, threading.get_ident(), time.perf_counter())  # type: ignore[method-assign]
-    try:
+    thread, since = threading.get_ident(), time.perf_counter()
+    with ExitStack() as stack:
+        for kind in _kinds(Pending):
+            if "landed" in vars(kind):
+                stack.enter_context(patch.object(kind, "landed", _late(kind.landed, thread, since)))
         yield
-    finally:
-        for kind, landed in kinds.items():
-            kind.landed = landed  # type: ignore[method-assign]
 
 
-def _kinds(kind: type[Pending]) -> Iterator[type[Pending]]:
+def _kinds(kind: type[Any]) -> Iterator[type[Any]]:
     for each in kind.__subclasses__():
         yield each
         yield from _kinds(each)
@@ -297,10 +299,10 @@ def told(walks: list[Walk]) -> str:
         text.append(f"| {scene.title} | {scene.ranks} | {found.modules} | {found.calls} | {found.changes} |")
     for scene, walk in zip(SCENES, walks, strict=True):
         text += ["", f"<details markdown><summary>{scene.title}</summary>", ""]
-        for phase, calls in groupby(walk.calls, key=lambda call: call.phase):
-            text += [f"**{phase}**", "", "```text", *lines(hops(calls)), "```", ""]
-        for calls in walk.beside:
-            text += ["**beside, on a thread of the exchange**", "", "```text", *lines(hops(calls)), "```", ""]
+        parts = [(phase, list(calls)) for phase, calls in groupby(walk.calls, key=lambda call: call.phase)]
+        parts += [("beside, on a thread of the exchange", calls) for calls in walk.beside]
+        for heading, calls in parts:
+            text += [f"**{heading}**", "", "```text", *lines(hops(calls)), "```", ""]
         text.append("</details>")
     return "\n".join(text) + "\n"
 

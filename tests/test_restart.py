@@ -45,7 +45,7 @@ def undisturbed(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 @pytest.mark.timeout(300)
 def test_a_killed_run_resumes_to_the_bit(undisturbed: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    """Rank 0, which has the store; tests/test_two_hosts.py kills the other."""
+    """Rank 0, which has the store; tests/launch/test_two_hosts.py kills the other."""
     killed = subprocess.run(torchrun(tmp_path, "--die", "0", "14"), capture_output=True, text=True, timeout=250)
     assert killed.returncode == 0, killed.stderr
     assert "resumes at step 10" in killed.stdout

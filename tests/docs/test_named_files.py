@@ -8,10 +8,11 @@ import pytest
 from doc_pages import PAGES, ROOT, read
 
 PATH = re.compile(r"(?<![\w/.-])(?:\.\./)*((?:[\w.-]+/)+[\w-]+\.py)\b")
+BENCHMARKS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "benchmarks").glob("*/README.md"))
 BASES = ("", "src", "src/gradsync", "tests", "benchmarks", "docs")
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", *PAGES])
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", *PAGES, *BENCHMARKS])
 def test_every_file_that_a_page_names_is_there(page: str) -> None:
     named = PATH.findall(read(page))
     missing = [path for path in named if not any((ROOT / base / path).is_file() for base in BASES)]

@@ -10,6 +10,7 @@ import walk
 from gradsync.kernels.library import load
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.skipif(load() is None, reason="without the C library gradients take another way")
 def test_the_page_shows_the_walk_of_a_step(warm: ForkServerContext) -> None:
     changes = walk.difference(walk.told(walk.walks(context=warm)))
