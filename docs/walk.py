@@ -2,7 +2,7 @@
 
     python docs/walk.py             write the walks of four plans into docs/how-it-works.md
     python docs/walk.py --check     exit with 1, and a diff, where that page tells of other walks
-    python docs/walk.py --count     only the first plan: its numbers, and how often each module is entered
+    python docs/walk.py --count     only the first plan: its numbers, its modules, and its changes of folder
 
 Real ranks train on this machine. Rank 0 records its twelfth step, in which everything is learned, from before
 forward until `optimizer.step()` has returned, with the profiler that Python has for this (`sys.setprofile`).
@@ -256,9 +256,13 @@ class Numbers(NamedTuple):
 
 def numbers(walk: Walk) -> Numbers:
     """What the page's table says of the training thread."""
-    folders = [str(PurePosixPath(call.module).parts[0]) if "/" in call.module else "" for call in walk.calls]
-    changes = sum(before != after for before, after in pairwise(folders))
-    return Numbers(len({call.module for call in walk.calls}), len(walk.calls), changes)
+    return Numbers(len({call.module for call in walk.calls}), len(walk.calls), len(changes(walk)))
+
+
+def changes(walk: Walk) -> list[str]:
+    """From which folder to which, wherever two calls after each other lie in different ones."""
+    folders = [PurePosixPath("gradsync", call.module).parent.parts[:2][-1] for call in walk.calls]
+    return [f"{before} → {after}" for before, after in pairwise(folders) if before != after]
 
 
 class Hop(NamedTuple):
@@ -314,11 +318,13 @@ def walks(scenes: Sequence[Scene] = SCENES, context: ForkServerContext | None = 
 
 
 def count(walk: Walk) -> str:
-    """Numbers, then each module with the calls in it."""
+    """Numbers, then the calls in each module, and how often each change is made."""
     found = numbers(walk)
     by_module = Counter(call.module for call in walk.calls)
-    head = f"{found.modules} modules, {found.calls} calls, {found.changes} changes of folder"
-    return "\n".join([head, *(f"{calls:5d}  {module}" for module, calls in by_module.most_common())])
+    text = [f"{found.modules} modules, {found.calls} calls, {found.changes} changes of folder"]
+    for counted in (by_module, Counter(changes(walk))):
+        text += ["", *(f"{times:5d}  {what}" for what, times in counted.most_common())]
+    return "\n".join(text)
 
 
 def main() -> int:
@@ -333,9 +339,9 @@ def main() -> int:
         return 0
     now = told(walks())
     if asked.check:
-        changes = difference(now)
-        print("\n".join(changes))
-        return bool(changes)
+        diff = difference(now)
+        print("\n".join(diff))
+        return bool(diff)
     before, _, after = _on_page()
     PAGE.write_text(before + BEGIN + now + END + after, encoding="utf-8")
     return 0
