@@ -136,9 +136,9 @@ def pack_header(head: Head, marks: bytearray) -> torch.Tensor:
 
 def launch_header(lane: Lane, head: Head, marks: bytearray, synchronizes: bool = False) -> tuple[Pending, torch.Tensor]:
     """Start the exchange of headers; the rows are valid when the pending is done."""
+    row = pack_header(head, marks)
     if synchronizes:
         lane.at(Phase.SYNCHRONIZING)
-    row = pack_header(head, marks)
     rows = torch.empty(lane.groups.size, HEAD_NBYTES + len(marks), dtype=torch.uint8, device="cpu")
     return lane.tell_all(row, rows, "the step header"), rows
 

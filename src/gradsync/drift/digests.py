@@ -186,16 +186,17 @@ class DigestReading:
     coming: torch.Tensor | None  # in pinned memory
     passed: list[torch.cuda.Event]
     loss_scale: float
+    joined: int = 0  # of all, where the host knows them
 
     def word(self) -> bytes:
         """8 bytes, never those that stand for nothing."""
-        numbers = [self.layout, *self.known]
         if self.coming is not None:
             for event in self.passed:
                 event.synchronize()  # steps ago: it has passed, unless the host is far ahead
-            numbers += [number & (1 << 64) - 1 for number in self.coming[:-1].tolist()]
+            coming = [number & (1 << 64) - 1 for number in self.coming[:-1].tolist()]
+            self.joined = digest.joined([self.layout, *self.known, *coming])
             self.loss_scale = float(self.coming[-1:].view(torch.float64))
-        return (digest.joined(numbers) or 1).to_bytes(8, "little")
+        return (self.joined or 1).to_bytes(8, "little")
 
 
 class ReplicaDigests:
@@ -259,6 +260,7 @@ class ReplicaDigests:
 
     def _read(self, step: int, pieces: list[Piece]) -> DigestReading:
         known: list[int] = []
+        scale = self._scale_on_device()
         distant: dict[torch.device, list[torch.Tensor]] = {}
         for taken in [piece.take() for piece in pieces]:
             if isinstance(taken, int):
@@ -268,8 +270,9 @@ class ReplicaDigests:
             else:
                 known.append(digest.digest(taken))
         reading = DigestReading(step, self.generation, self._layout, pieces, known, None, [], 0.0)
-        scale = self._scale_on_device()
-        if distant or scale is not None:
+        if not distant and scale is None:
+            reading.joined = digest.joined([self._layout, *known])
+        else:
             _ask(reading, distant, torch.zeros((), dtype=torch.float32, device="cpu") if scale is None else scale)
         return reading
 

@@ -93,8 +93,8 @@ class DriftMonitor:
             listeners.add(announce=self.write, header_came=partial(self._header_came, lane), joining=self.pause)
 
     def _header_came(self, lane: Lane, headers: Headers) -> Callable[[], None] | None:
-        self.take(lane.session.step)  # the last buckets still travel
         act = self.hear(headers, lane)
+        self.take(lane.session.step)  # the last buckets still travel
         return None if act is _nothing else act
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -200,10 +201,7 @@ class Builder:
         """Who hears of every synchronization, in this order."""
         lane, listeners = synchronization.lane, synchronization.listeners
         on_device = any(not channel.on_host for channel in lane.groups.data.values())
-        listeners.add(
-            settling=lambda: recorder.start_waiting(on_device),
-            came=lambda brought: recorder.finish(brought.step, brought.in_flight, brought.held_up_by),
-        )
+        listeners.add(settling=partial(recorder.start_waiting, on_device), came=recorder.finish)
         if self.guard.nonfinite != "allow":
             NonfiniteCheck(synchronization)
         if lane.groups.size > 1:

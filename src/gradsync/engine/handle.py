@@ -17,8 +17,8 @@ from gradsync.agreement.header import Call, Flag
 from gradsync.autotune.controller import Controller
 from gradsync.checkpoint.collect import Keeper
 from gradsync.engine import several_models
-from gradsync.engine.dropped_batches import Batches
 from gradsync.engine.exit_notice import Leaving
+from gradsync.engine.loader import Batches
 from gradsync.engine.loop import Steps
 from gradsync.engine.loss_scaling import Following
 from gradsync.engine.replicas import Buffers, broadcast_optimizer, broadcast_scaler, broadcast_tensors
@@ -162,7 +162,7 @@ class GradSync:
         """
         self._steps.pace.averaged()
         self._steps.clear_gradients()
-        self._steps.synchronize_now(Flag.SHADOW)
+        self._steps.synchronize_now(self._steps.pace.micro_batches, Flag.SHADOW)
         self._steps.clear_gradients()
 
     def _level(self, last: list[int]) -> None:
@@ -219,7 +219,7 @@ class GradSync:
             return self._steps.drain_pace()
         if self._steps.pace.k > 1 or self._steps.unsynchronized:
             several_models.before_batch(self._steps)
-            self._steps.synchronize_now()
+            self._steps.synchronize_now(self._steps.pace.micro_batches)
             return self._synchronization.delivered
         return False
 

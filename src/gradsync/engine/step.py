@@ -357,6 +357,8 @@ class Synchronization:
             found = judge(headers) if verdict is Outcome.COUNTS else None
             if found is not None:
                 verdict, why = spoiled(self.lane, self._guard, found, self.health_log)
+        if verdict is Outcome.COUNTS:
+            self.health_log.counted()
         for act in acts:
             if act is not None:
                 act()
@@ -365,7 +367,6 @@ class Synchronization:
     # Deliver
 
     def _deliver(self, headers: Headers) -> None:
-        self.health_log.counted()
         for hear in self.listeners.averaged:
             hear(headers)
         factor, used = self.weighting.factor(headers), headers.used

@@ -22,6 +22,17 @@ class Travelled(Protocol):
     nbytes: int
 
 
+class Synchronized(Protocol):
+    """What one synchronization brought."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def in_flight(self) -> Sequence[Travelled]: ...
+    @property
+    def held_up_by(self) -> str | None: ...
+
+
 @dataclass(slots=True)
 class StepRecord:
     """One step, from the end of the last synchronization to the end of this one."""
@@ -97,10 +108,14 @@ class Recorder:
         """Count on where that one was."""
         self.count = other.count
 
-    def finish(self, step: int, in_flight: Sequence[Travelled], held_up_by: str | None) -> None:
+    def finish(self, brought: Synchronized) -> None:
         """Likewise, from what travelled."""
-        spans = [(each.launched_at, each.finished_at) for each in in_flight if each.finished_at]
-        self.finish_step(step, spans, sum(each.nbytes for each in in_flight), len(in_flight), held_up_by)
+        spans, nbytes = [], 0
+        for each in brought.in_flight:
+            nbytes += each.nbytes
+            if each.finished_at:
+                spans.append((each.launched_at, each.finished_at))
+        self.finish_step(brought.step, spans, nbytes, len(brought.in_flight), brought.held_up_by)
 
     def records(self) -> list[StepRecord]:
         """The last steps, oldest first; times on a device are filled in where they are known."""

@@ -76,6 +76,11 @@ class Session(Position):
 
     # What this rank says of itself
 
+    @property
+    def said(self) -> RankState:
+        """The last of it."""
+        return self._heartbeat.state
+
     def at(self, phase: Phase, bucket: int = -1) -> None:
         """Say where this rank is."""
         self._heartbeat.at(self.step, phase, bucket)
@@ -87,7 +92,7 @@ class Session(Position):
 
     def resume(self, said: RankState) -> None:
         """Say again what was said before a wait."""
-        self.liveness.at(self.step, said.phase, said.bucket, said.culprits)
+        self._heartbeat.at(self.step, said.phase, said.bucket, said.culprits)
 
     def fail(self, culprits: tuple[int, ...] = (), lost: bool = False) -> None:
         """Say that this rank has given up, and because of whom; `lost`: they will never come."""

@@ -48,7 +48,7 @@ class PeerWait(BoundedWait[_Answer]):
         self.check(what)
         if landed(_FIRST_LOOK_S):
             return
-        before = self._session.liveness.state
+        before = self._session.said
         self.sleep(landed, self._timeout, _Answer(what, holding_up))
         self._session.resume(before)
 
