@@ -22,6 +22,7 @@ _ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
 }  # fmt: skip
 _NO_PROGRAM = {"annotation", "returns", "decorator_list", "args", "type_params"}
 _FOR_PEOPLE = {"__repr__", "__str__", "__rich__"}
+_SAFEGUARDS = {"stacklevel", "strict"}  # zip(strict=True) asserts
 
 
 class Mutant(NamedTuple):
@@ -97,7 +98,7 @@ def _program(node: ast.AST, line: int | None) -> Iterator[tuple[ast.AST, int]]:
         if name in _NO_PROGRAM and not isinstance(node, ast.Call):
             continue
         for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST) and not (isinstance(child, ast.keyword) and child.arg == "stacklevel"):
+            if isinstance(child, ast.AST) and not (isinstance(child, ast.keyword) and child.arg in _SAFEGUARDS):
                 yield from _program(child, line)
 
 
@@ -123,7 +124,7 @@ def _is_site(node: ast.AST) -> bool:
         case ast.Constant(value=value):
             return isinstance(value, bool) or (isinstance(value, int) and abs(value) < 100)
         case ast.Return(value=value):
-            return value is not None and not (isinstance(value, ast.Constant) and value.value is None)
+            return value is not None and not isinstance(value, ast.Constant)  # None is as false as False
     return False
 
 
