@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from gradsync.agreement.calls import Call, check_same_call, launch_header
-from gradsync.agreement.header import NO_REPLICA_DIGEST, Flag, Head, Headers, Mark
+from gradsync.agreement.header import NO_REPLICA_DIGEST, Call, Flag, Head, Headers, Mark, check_same_call, launch_header
 from gradsync.agreement.outcome import Found, Outcome, spoiled, step_verdict
 from gradsync.errors import Disagreement, NonFinite, listed
 from gradsync.exchange.flat_sets import FlatPart, FlatSet
@@ -61,7 +60,6 @@ def depart(
         site.buffers.launch(lane, 0)
     pending_mean = PendingMean(flat_part, lane.step, header, in_flight)
     lane.session.next_step()
-    lane.at(Phase.COMPUTING)
     return pending_mean
 
 
