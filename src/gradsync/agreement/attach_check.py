@@ -109,7 +109,7 @@ def check_order(lane: Lane, headers: Headers, launched: Sequence[str]) -> None:
 
 
 def first_difference(lists: list[list[str]], ranks: list[int], step: int) -> str:
-    """The sentence.
+    """The sentence for ranks that launched these lists of buckets.
 
     >>> print(first_difference([["bucket 0 (a)", "bucket 1 (b)"], ["bucket 1 (b)", "bucket 0 (a)"]], [0, 1], 4))
     the ranks launched different buckets in synchronization 4: number 0 was bucket 0 (a) on rank 0 but bucket 1 (b) on \

@@ -52,7 +52,7 @@ class Flag(enum.IntFlag):
 
 
 class Head(NamedTuple):
-    """The fixed part."""
+    """The fixed part of a header."""
 
     step: int
     schedule: int  # hash of the agreed bucket layout
@@ -203,7 +203,7 @@ def check_headers(headers: Headers, names: list[str], ranks: tuple[int, ...]) ->
 
 
 def _check_num_steps(counts: dict[int, int]) -> None:
-    """Two backwards in a step of one rank, or a step that one rank left out."""
+    """Raise where one rank ran two backwards in a step, or left out a step that others took."""
     if len(set(counts.values())) < 2:
         return
     most = max(counts.values())

@@ -51,7 +51,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Of a GPU, which runs behind the host."""
+    """The clock of a GPU, which runs behind the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

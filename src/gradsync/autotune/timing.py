@@ -111,7 +111,7 @@ def spread(seconds: Sequence[float]) -> float | None:
 
 
 def _median(values: Iterable[float]) -> float:
-    """Of those that are numbers."""
+    """The median of those values that are numbers."""
     known = [value for value in values if not math.isnan(value)]
     return median(known) if known else math.nan
 

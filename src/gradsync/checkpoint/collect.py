@@ -67,13 +67,13 @@ class Keeper:
     # Taking
 
     def state(self) -> State:
-        """This rank's. A batch that raised is finished first, as the others have done; not while it is handled."""
+        """This rank's state. A batch that raised is finished first, as by the others; not while it is handled."""
         if sys.exception() is None and not self._steps.failed:
             self._steps.aborted.put_right_before_saving()
         return flatten(self._saved())
 
     def state_of_all(self) -> State:
-        """Every rank's, on rank 0."""
+        """Every rank's state, on rank 0."""
         self._steps.meet(Call.GATHER)
         rank, saved = self._lane.groups.rank, self._saved()
         with self._steps.failing():
@@ -102,7 +102,7 @@ class Keeper:
     # Giving
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Continue from it. Nothing has changed here before all ranks have found that they can."""
+        """Continue from a saved state. Nothing has changed here before all ranks have found that they can."""
         self._steps.meet(Call.LOAD)
         keeps = len(self._synchronization.sender.kept().residuals)
         taken, hand = receive(self._lane, state, self._shapes, keeps, self._steps.failing)

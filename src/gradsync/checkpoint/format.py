@@ -5,7 +5,7 @@
     gradsync.recipe                                           which compressor, with its seeds
     gradsync.factor.<param>                                   PowerSGD's Q
     gradsync.pace.<key>                                       what the pace stores, as its file says
-    gradsync.auto                                             the plan that gs.auto() chose: see `chosen`
+    gradsync.auto                                             the plan that gs.auto() chose: see `saved_choice`
     gradsync.rank<R>.residual.<param>                         what rank R has not sent yet
     gradsync.rank<R>.hidden.<param>                           its gradients of an open window of accumulate(k)
     gradsync.rank<R>.num_hidden, .num_residuals, .weight      how many those are; its batch weights

@@ -192,7 +192,7 @@ def gather(lane: Lane, shared: State, own: State) -> State:
 
 
 def _send(lane: Lane, state: State, to: int) -> None:
-    """Its table as JSON, then each tensor's bytes."""
+    """Send a state: its table as JSON, then each tensor's bytes."""
     table = [(key, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for key, tensor in state.items()]
     text = torch.frombuffer(bytearray(json.dumps(table).encode()), dtype=torch.uint8)
     control = lane.groups.control
@@ -214,7 +214,7 @@ def _receive(lane: Lane, source: int) -> State:
 
 
 def _see_to(lane: Lane, issue: Callable[[torch.Tensor, int, int], dist.Work], message: torch.Tensor, peer: int) -> None:
-    """A message on the lane's thread: gloo's messages, unlike its collectives, do not tell when they have ended."""
+    """Have the lane's thread see a message through: unlike collectives, gloo's messages do not tell of their end."""
     if message.numel():
 
         def run() -> None:
@@ -224,5 +224,5 @@ def _see_to(lane: Lane, issue: Callable[[torch.Tensor, int, int], dist.Work], me
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Its memory, as bytes."""
+    """A tensor's memory, as bytes."""
     return tensor.contiguous().view(-1).view(torch.uint8)

@@ -100,7 +100,7 @@ def difference_of(rows: Sequence[Row | None]) -> Difference | None:
 
 
 def account(lane: Lane, difference: Difference, replica_tensor: ReplicaTensor | None) -> str:
-    """The sentence; every rank calls this at once."""
+    """The sentence that tells a difference; every rank calls this at once."""
     value = None if replica_tensor is None else replica_tensor.value
     if difference.is_loose or not isinstance(value, torch.Tensor):
         return told(difference.name, lane, difference, list(difference.forms))
@@ -152,7 +152,7 @@ _RESTART = "Restart all ranks from the last checkpoint"
 
 
 class Diagnosis:
-    """Remembers what it said."""
+    """The closer look, and what the guard says is to follow; it remembers what it has told."""
 
     def __init__(self, replica_digest: ReplicaDigests, policy: DriftPolicy, health_log: HealthLog) -> None:
         self._replica_digests = replica_digest
@@ -185,7 +185,7 @@ class Diagnosis:
             self._act(lane, differences, held, text, first.parameter)
 
     def compare_scales(self, lane: Lane, scales: Sequence[float]) -> None:
-        """The same for loss scales, which the headers tell; 0 where a rank does not know its own."""
+        """Compare loss scales, 0 where a rank does not know its own, and do what the guard says."""
         difference = difference_of([Row("the loss scale", -1, None, f"{scale:g}", "") for scale in scales])
         if difference is None or 0.0 in scales or self._scales == tuple(scales):
             return

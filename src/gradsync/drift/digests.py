@@ -41,7 +41,7 @@ _VALUE_NBYTES = 8  # what a plain value counts for
 
 
 class ReplicaTensor(NamedTuple):
-    """One of them."""
+    """A tensor or plain value of the replica, by its name."""
 
     name: str  # for people, and by which ranks compare
     parameter: str | None  # whose it is
@@ -71,7 +71,7 @@ class ReplicaTensor(NamedTuple):
         return repr(value)
 
     def digest(self) -> int:
-        """Of the whole."""
+        """The digest of the whole value."""
         value = self.value
         return digest.digest(value) if isinstance(value, torch.Tensor) else zlib.crc32(repr(value).encode())
 
@@ -96,7 +96,7 @@ class Piece(NamedTuple):
 
 
 def replica_tensors_of(entries: Sequence[Entry], optimizers: Sequence[Optimizer]) -> list[ReplicaTensor]:
-    """All of them, in an order that is the same on every rank; what may be the cause of the rest comes first."""
+    """Everything the replica holds, in one order on all ranks; what may be the cause of the rest comes first."""
     titles = [
         type(optimizer).__name__ + (f" {number}" if len(optimizers) > 1 else "")
         for number, optimizer in enumerate(optimizers)
@@ -126,7 +126,7 @@ def _optimizer_tensors(entries: Sequence[Entry], optimizer: Optimizer, number: i
 
 
 def _state_of(optimizer: Optimizer, param: torch.Tensor) -> dict[Any, Any]:
-    """Without making one: an optimizer's `state` is a defaultdict."""
+    """The optimizer's state, without making one: an optimizer's `state` is a defaultdict."""
     state: dict[Any, Any] = optimizer.state.get(param, {})
     return state
 
@@ -141,7 +141,7 @@ def is_comparable(value: object) -> bool:
 
 
 def cut(replica_tensors: Sequence[ReplicaTensor], num_shares: int) -> list[list[Piece]]:
-    """Everything in so many shares of about equal bytes, cut on borders of words."""
+    """Divide a replica into so many shares of about equal bytes, on borders of words."""
     sizes = [_size(replica_tensor.value) for replica_tensor in replica_tensors]
     total = sum(numel * item for numel, item in sizes)
     shares: list[list[Piece]] = [[] for _ in range(num_shares)]
@@ -301,7 +301,7 @@ def _ask(reading: DigestReading, distant: dict[torch.device, list[torch.Tensor]]
 
 
 def _together(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Small ones as one tensor of bytes: a kernel for each would cost more than it does."""
+    """Put small parts into one tensor of bytes: a kernel for each would cost more than it does."""
     small = [part for part in parts if part.numel() * part.element_size() < _SMALL_NBYTES]
     large = [part for part in parts if part.numel() * part.element_size() >= _SMALL_NBYTES]
     return [*large, torch.cat([part.contiguous().view(torch.uint8) for part in small])] if small else large

@@ -23,7 +23,7 @@ from gradsync.transport.lane import Lane
 
 
 class DriftMonitor:
-    """One per attach."""
+    """Compares the replicas of one attach in every step."""
 
     def __init__(
         self,

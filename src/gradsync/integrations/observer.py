@@ -114,7 +114,7 @@ class Observer:
     # What a user asks
 
     def data(self, batches: Iterable[T]) -> Iterator[T]:
-        """The same batches; with a trace, the time that each takes to come is known exactly as the step's input."""
+        """The loader's batches; with a trace, the time that each takes to come is known exactly as the step's input."""
         return iter(batches) if self._tracing is None else self._tracing.tracer.data(batches)
 
     def stats(self) -> dict[str, float | int | str | None]:

@@ -165,7 +165,7 @@ class Queue:
             self.settle(calls, in_flight, timeout)
 
     def start(self, calls: Sequence[TeamOperation]) -> list[Pending]:
-        """The same, but only begun."""
+        """Begin these operations, and wait for none."""
         with self._turn:
             return [self._submit(call) for call in calls]
 

@@ -208,7 +208,7 @@ def _handed_on(name: str) -> Callable[..., Any]:
 
 
 def _gathered(name: str) -> Callable[..., Any]:
-    """Of one tensor, or of a list of them."""
+    """An all-gather of one tensor, or of a list of them."""
 
     def collective(self: GradsyncGroup, outputs: Any, inputs: Any, opts: Any = None, **others: Any) -> dist.Work:
         args = (outputs, inputs) if opts is None else (outputs, inputs, opts)
@@ -222,7 +222,7 @@ def _gathered(name: str) -> Callable[..., Any]:
 
 
 def _scattered(name: str) -> Callable[..., Any]:
-    """Of one tensor, or of a list of them."""
+    """A reduce-scatter of one tensor, or of a list of them."""
 
     def collective(self: GradsyncGroup, outputs: Any, inputs: Any, opts: Any = None, **others: Any) -> dist.Work:
         args = (outputs, inputs) if opts is None else (outputs, inputs, opts)

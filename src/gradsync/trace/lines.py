@@ -60,7 +60,7 @@ def arrived_by(bucket: BucketTimes) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class RunHeader:
-    """Who writes."""
+    """The first line of a file: who writes it."""
 
     kind: ClassVar[str] = "run"
     rank: int
@@ -86,7 +86,7 @@ class RunHeader:
 
 
 class BucketPlan(NamedTuple):
-    """What shares a bucket."""
+    """The parameters that share a bucket."""
 
     bucket: int
     parameters: list[int]
@@ -147,7 +147,7 @@ class ClockShift:
 
 
 class SocketLine(NamedTuple):
-    """One connection, since the last time."""
+    """What one connection carried since the last line."""
 
     peer: int | None  # its rank, where known
     address: str

@@ -25,7 +25,7 @@ class CodecSpan(NamedTuple):
 
 @dataclass(slots=True)
 class CodecTally:
-    """One compressor's."""
+    """What one compressor cost and saved."""
 
     way: str = ""  # how its payloads travelled last
     steps: int = 0
@@ -93,7 +93,7 @@ class Tally:
         self._audit = (step, sums)
 
     def stats(self) -> dict[str, float | int | str | None]:
-        """Flat: means per step of each compressor, and what the last audit found."""
+        """Means per step of each compressor as a flat dict, and what the last audit found."""
         result: dict[str, float | int | str | None] = {}
         for label, account in list(self.accounts.items()):
             account.settle()

@@ -103,7 +103,7 @@ class Tracer:
         self.each_gradient = self.detailed and (self._cheap or self.count == 0 or is_rare(self.step))
 
     def detail(self) -> Moment | None:
-        """Now, on a detailed step."""
+        """The moment now, on a detailed step."""
         return self.timer.now() if self.detailed else None
 
     # The moments, in the order of a step
@@ -129,7 +129,7 @@ class Tracer:
         self._draft.exact_input = True
 
     def data(self, batches: Iterable[T]) -> Iterator[T]:
-        """The same batches, each with the time that it took to come."""
+        """The loader's batches, each with the time that it took to come."""
         source = iter(batches)
         while True:
             begun = self.input_begins()

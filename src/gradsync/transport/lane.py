@@ -96,7 +96,7 @@ class Lane:
 
     @property
     def step(self) -> int:
-        """The session's."""
+        """The step at which the session is."""
         return self.session.step
 
     # The beginning
@@ -113,7 +113,7 @@ class Lane:
             raise
 
     def connect(self, make: Callable[[Attempt[T]], T], what: str, timeout: float | None = None) -> T:
-        """What `make` makes in a thread, which meanwhile may wait for others: see `connecting`."""
+        """Run `make` in a thread, which may wait for other ranks, and return what it made: see `connecting`."""
         attempt = Attempt(make, what)
         try:
             attempt.start()

@@ -67,7 +67,7 @@ class Session(Position):
         self.describe = describe
 
     def notice(self, noticed: Callable[[str, list[int]], None]) -> None:
-        """Tell this one of every long wait, and for whom."""
+        """Have `noticed` hear of every long wait, and for whom."""
         self.noticed = noticed
 
     def got_stuck(self, bucket: int) -> None:
