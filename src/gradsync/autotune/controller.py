@@ -44,7 +44,7 @@ from gradsync.engine.step import Steps
 from gradsync.engine.synchronization import Synchronization
 from gradsync.errors import Disagreement, listed
 from gradsync.plan.auto import PROFILING, Auto
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 from gradsync.trace.lines import PlanChoice
 
 

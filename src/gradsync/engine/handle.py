@@ -26,7 +26,7 @@ from gradsync.engine.step import Steps
 from gradsync.engine.synchronization import Synchronization
 from gradsync.errors import Disagreement, GradSyncError
 from gradsync.plan import paces
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 from gradsync.transport.lane import Lane
 
 _MAX_WEIGHT = 1e30

@@ -45,7 +45,7 @@ from gradsync.errors import BackwardAborted, Disagreement, NonFinite
 from gradsync.exchange.choose_route import ExactSum
 from gradsync.exchange.sender import Sender
 from gradsync.plan.guard import Guard
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 from gradsync.trace import Recorder
 from gradsync.trace.timers import span
 from gradsync.transport.heartbeat import Phase
