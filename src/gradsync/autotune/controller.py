@@ -44,7 +44,7 @@ from gradsync.engine.loop import Steps
 from gradsync.engine.several_models import chooses
 from gradsync.errors import Disagreement, listed
 from gradsync.plan.auto import PROFILING, Auto
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 from gradsync.trace.lines import PlanChoice
 
 

@@ -24,7 +24,7 @@ from gradsync.cluster import Cluster
 from gradsync.engine.bucket import Entry
 from gradsync.errors import listed
 from gradsync.plan.auto import Allowed
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 from gradsync.planner.prediction import Prediction
 from gradsync.planner.profile import ModelProfile
 from gradsync.planner.recommend import recommend

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 
 _KEY, _NBYTES = "gradsync.auto", 1024
 

@@ -31,7 +31,7 @@ from gradsync.engine.step import Synchronization, Transit
 from gradsync.errors import Disagreement
 from gradsync.exchange.choose_route import ExactSum, UnfitAlgorithm
 from gradsync.exchange.sender import Sender, main_device, travelling_devices
-from gradsync.pace.async_sgd.pace import AsyncSGDPace
+from gradsync.pace.async_sgd.async_pace import AsyncSGDPace
 from gradsync.pace.contract import Pace, Site
 from gradsync.pace.delayed import DelayedPace
 from gradsync.pace.diloco import DiLoCoPace
@@ -42,7 +42,7 @@ from gradsync.pace.window import WindowPace
 from gradsync.plan import paces
 from gradsync.plan.guard import Guard
 from gradsync.plan.paces import Accumulate, Delayed, EveryStep, LocalSGD
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 from gradsync.trace import Recorder
 from gradsync.transport.groups import group_timeout
 from gradsync.transport.lane import NET_S, Lane, open_lane

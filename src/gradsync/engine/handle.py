@@ -25,7 +25,7 @@ from gradsync.engine.replicas import Buffers, broadcast_optimizer, broadcast_sca
 from gradsync.engine.step import Synchronization
 from gradsync.errors import Disagreement, GradSyncError
 from gradsync.plan import paces
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 from gradsync.transport.lane import Lane
 
 _MAX_WEIGHT = 1e30

@@ -52,7 +52,7 @@ from gradsync.errors import BackwardAborted, Disagreement, NonFinite
 from gradsync.exchange.choose_route import ExactSum
 from gradsync.exchange.sender import Sender
 from gradsync.plan.guard import Guard
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 from gradsync.transport.heartbeat import Phase
 from gradsync.transport.lane import Lane
 from gradsync.transport.pending import Pending

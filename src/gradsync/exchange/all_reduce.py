@@ -20,7 +20,7 @@ from gradsync.exchange.choose_route import ExactSum, UnfitAlgorithm
 from gradsync.exchange.group_cache import CARD_NBYTES, GroupCache, group_cache
 from gradsync.exchange.means import mean_scale
 from gradsync.kernels.library import CODES
-from gradsync.plan.plan import check_algorithm, check_compress
+from gradsync.plan.sync_plan import check_algorithm, check_compress
 from gradsync.transport.pending import ByCaller
 from gradsync.transport.shared_memory import PLACE, WORKER, Cards
 

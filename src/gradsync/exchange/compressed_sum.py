@@ -12,7 +12,7 @@ from gradsync.exchange.flat import FlatBucket, Item, lay_out
 from gradsync.exchange.pipeline import Pipeline
 from gradsync.exchange.residuals import Kept
 from gradsync.exchange.sender import Sender, open_pipeline, travelling_devices
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 from gradsync.transport.lane import Lane
 
 

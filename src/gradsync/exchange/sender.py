@@ -34,7 +34,7 @@ from gradsync.exchange.participants import AllRanks, Leaders, Participants, With
 from gradsync.exchange.pinned import HOST, wire_device
 from gradsync.exchange.pipeline import Journey, Pipeline
 from gradsync.exchange.residuals import Kept, begin, collect, place
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 from gradsync.trace.tally import CodecTally, Tally
 from gradsync.transport.groups import is_on_host
 from gradsync.transport.lane import Lane

@@ -25,7 +25,7 @@ from gradsync.integrations import rank_files
 from gradsync.integrations.without_ddp import Accelerator, NoSync, attach_prepared, check, refuse_wrapped
 from gradsync.plan.auto import Auto
 from gradsync.plan.guard import Guard
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 
 
 def prepare(

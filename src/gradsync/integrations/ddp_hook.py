@@ -16,7 +16,7 @@ from gradsync.engine.parameters import Inventory, take_inventory
 from gradsync.integrations.ddp_state import DDPState
 from gradsync.plan.guard import Guard
 from gradsync.plan.paces import EveryStep
-from gradsync.plan.plan import Plan, not_a_plan
+from gradsync.plan.sync_plan import Plan, not_a_plan
 
 Hook = Callable[[DDPState, GradBucket], torch.futures.Future[torch.Tensor]]
 

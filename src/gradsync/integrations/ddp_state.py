@@ -50,7 +50,7 @@ from gradsync.exchange.means import mean_scale
 from gradsync.exchange.residuals import Kept
 from gradsync.integrations.ddp_buckets import DDPBucket, DDPBuckets
 from gradsync.integrations.hook_agreement import compare
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 from gradsync.trace import Recorder
 from gradsync.transport.heartbeat import Phase
 from gradsync.transport.pending import Pending

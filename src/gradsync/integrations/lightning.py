@@ -41,7 +41,7 @@ from gradsync.integrations.lightning_state import Carrier
 from gradsync.plan.auto import Auto
 from gradsync.plan.guard import Guard
 from gradsync.plan.paces import EveryStep
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 
 __all__ = ["GradSyncStrategy"]
 

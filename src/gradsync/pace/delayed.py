@@ -36,7 +36,7 @@ from gradsync.pace.averages import Average, depart
 from gradsync.pace.contract import Due, Pace, SavedPace, Site, State, Stats
 from gradsync.pace.loss_scale import Scaling
 from gradsync.plan.paces import Delayed
-from gradsync.plan.plan import Combine
+from gradsync.plan.sync_plan import Combine
 
 
 class DelayedPace(Pace):

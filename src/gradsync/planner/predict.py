@@ -13,7 +13,7 @@ from gradsync.compress.cast import Cast
 from gradsync.compress.recipe import EXACT, Choice, Compressor, Param
 from gradsync.plan.paces import Accumulate, AsyncSGD, Delayed, DiLoCo, EveryStep, Gossip, LocalSGD
 from gradsync.plan.packing import default_limit, pack
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 from gradsync.planner.collective import Collectives
 from gradsync.planner.prediction import Prediction, Quality, StepSpan
 from gradsync.planner.profile import Gradient, ModelProfile

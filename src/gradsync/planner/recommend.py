@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from gradsync.cluster import Cluster
 from gradsync.plan.paces import every_step
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 from gradsync.planner.candidates import Allow, candidates
 from gradsync.planner.collective import Collectives
 from gradsync.planner.predict import TYPICAL, predict

@@ -10,7 +10,7 @@ from gradsync.algorithms.tree import tree
 from gradsync.compress.by_parameter import rule
 from gradsync.compress.toml import MAKERS
 from gradsync.plan import paces
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 
 _NESTEROV = "nesterov"
 # The factories that take arguments: what has its default is not said.

@@ -1,4 +1,4 @@
-"""AsyncWorker SGD as a pace: a step pushes gradients and reads parameters; what happens between is in `asynchronous/`.
+"""Asynchronous SGD is a pace: a step pushes gradients and reads parameters; what happens between is in `async_sgd/`.
 
     backward ─ clip, unscale ─ optimizer.step:   before   its gradients are taken: the step itself finds none
                                                  after    push, then read
