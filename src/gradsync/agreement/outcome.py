@@ -38,7 +38,7 @@ class HealthLog:
     """Kept while the plan changes."""
 
     def __init__(self, max_skips: int) -> None:
-        self.noted: Callable[[Health], None] = _ignore
+        self._on_finding: Callable[[Health], None] = _ignore
         self.skipped_steps = 0
         self.drift_findings = 0
         self.error = ""  # this rank's exception in the batch that all are about to drop, as far as it is known
@@ -47,12 +47,16 @@ class HealthLog:
         self._in_a_row = 0
         self._last: deque[str] = deque(maxlen=_SHOWN_SKIPS)
 
+    def listen(self, on_finding: Callable[[Health], None]) -> None:
+        """Call this with every finding."""
+        self._on_finding = on_finding
+
     def tell(
         self, step: int, what: str, text: str, ranks: Sequence[int] = (), parameter: str | None = None,
         count: int | None = None,
     ) -> None:  # fmt: skip
         """Let the listener know."""
-        self.noted(Health(step, what, list(ranks), parameter, count, text))
+        self._on_finding(Health(step, what, list(ranks), parameter, count, text))
 
     def aborted(self) -> int:
         """A batch was dropped because a rank raised; how many there were in a row."""

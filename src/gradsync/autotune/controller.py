@@ -41,7 +41,6 @@ from gradsync.autotune.timing import Timing, devices_of
 from gradsync.engine.assemble import Builder
 from gradsync.engine.several_models import chooses
 from gradsync.engine.step import Steps
-from gradsync.engine.synchronization import Synchronization
 from gradsync.errors import Disagreement, listed
 from gradsync.plan.auto import PROFILING, Auto
 from gradsync.plan.plan import Plan
@@ -58,14 +57,13 @@ def switch(steps: Steps, builder: Builder, plan: Plan) -> None:
     opened = builder.open(plan)
     old, old_pace = steps.synchronization, steps.pace
     arrangement, kept = old.bucket_order.arrangement(), old.sender.kept()
-    _own_gradients(old)
+    for entry in old.entries:
+        entry.leave_engine()
     engine = builder.build(plan, opened)
     new = engine.synchronization
     new.sender.replace(kept)
     new.bucket_order.arrange(arrangement)
-    new.weighting.unit, new.weighting.weight = old.weighting.unit, old.weighting.weight
-    new.dropped, new.delivered = old.dropped, old.delivered
-    new.recorder.count = old.recorder.count
+    new.continue_from(old)
     new.lane.session.continue_at(old.lane.step)
     steps.install(engine)
     # All ranks have met in the new lane, so nobody reads from the old one any more; but a stream may be behind.
@@ -73,16 +71,6 @@ def switch(steps: Steps, builder: Builder, plan: Plan) -> None:
         torch.cuda.synchronize()
     old_pace.close(together=True)
     old.lane.close(together=True)
-
-
-def _own_gradients(synchronization: Synchronization) -> None:
-    """Gradients that lie in buckets get memory of their own, and parameters forget where they stood."""
-    for entry in synchronization.entries:
-        grad = entry.param.grad
-        if grad is not None and grad._is_view():
-            entry.param.grad = grad.clone()
-        entry.seen = -1
-        entry.kept = None
 
 
 _TOLERANCE = 0.25  # by which a measured step may be off the predicted one
@@ -110,7 +98,7 @@ class Controller:
         self._warm = False
         self._phase: Literal["profiling", "running", "settled"] = "profiling"
         me = weakref.ref(self)
-        steps.is_due = lambda: (controller := me()) is not None and controller.is_due
+        steps.ask_if_due(lambda: (controller := me()) is not None and controller.is_due)
         chooses(steps)
         self._profile()
         if self._cluster is None:  # on every rank

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from gradsync.agreement.calls import Call
-from gradsync.agreement.header import Flag, Mark
+from gradsync.agreement.header import Flag
 from gradsync.checkpoint.format import (
     Part,
     SavedRunState,
@@ -128,21 +128,11 @@ class Keeper:
         self._synchronization.sender.replace(Kept(add_up(parts), taken.factors))
         self._synchronization.bucket_order.arrange(shared.arrangement)
         held = Held(shared.backwards, parts[0].hidden) if goes_on else Held(0, {})
-        self._go_on_in(held)
-        self._synchronization.weighting.unit = shared.unit
-        self._synchronization.weighting.load(parts[0].weight if goes_on else None)
-        self._steps.aborted.spoiled = Flag(parts[0].aborted if goes_on else 0)
-        self._steps.aborted.retries.another_batch()
-        self._lane.session.continue_at(shared.step)
-
-    def _go_on_in(self, held: Held) -> None:
-        """This is the window now: what its backwards brought counts as brought here."""
-        self._synchronization.forget()
-        self._synchronization.backwards = held.backwards
-        for entry in self._synchronization.entries:
-            if entry.name in held.hidden:
-                self._synchronization.marks[entry.index] |= Mark.USED
+        self._synchronization.resume_window(held.backwards, held.hidden)
         self._pace.hold(held)
+        self._synchronization.weighting.load(parts[0].weight if goes_on else None, shared.unit)
+        self._steps.aborted.load(Flag(parts[0].aborted if goes_on else 0))
+        self._lane.session.continue_at(shared.step)
 
     def _changes(self, taken: SavedRunState, goes_on: bool) -> Iterator[str]:
         """What else is not as it was."""

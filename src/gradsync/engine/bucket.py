@@ -63,6 +63,21 @@ class Entry:
         """What a flat tensor needs to have room for its gradient."""
         return Item.like(self.name, self.param)
 
+    def follow(self, owner: MutableMapping[str, object], key: str) -> None:
+        """Its parameter stands here from now on."""
+        self.owner, self.key = owner, key
+
+    def replace_param(self, param: torch.nn.Parameter) -> None:
+        """Another parameter stands in the place of the one before."""
+        self.param = param
+
+    def leave_engine(self) -> None:
+        """A gradient that lies in a bucket gets memory of its own; what belongs to the engine's steps is forgotten."""
+        grad = self.param.grad
+        if grad is not None and grad._is_view():
+            self.param.grad = grad.clone()
+        self.seen, self.kept = -1, None
+
     def move_in(self, bucket: Bucket, view: torch.Tensor, large: bool) -> None:
         """Its gradient travels in this bucket from now on, and lies in this view of it."""
         self.bucket, self.view, self.large = bucket, view, large

@@ -111,6 +111,11 @@ class Aborted:
     def _turn(self) -> int:
         return self._steps.step_counts.num_backwards
 
+    def load(self, spoiled: Flag) -> None:
+        """A state was loaded that was saved after this raised in its window; no batch of before is tried again."""
+        self.spoiled = spoiled
+        self.retries.another_batch()
+
     # What is heard
 
     def forward_did(self, error: BaseException) -> None:

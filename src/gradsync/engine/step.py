@@ -48,7 +48,7 @@ class Steps(Failing):
         self.no_sync_depth = 0
         self.unsynchronized = 0  # backwards under no_sync() since the last one outside of it
         self.number = next(_numbers)  # the same on every rank that has several
-        self.is_due: Callable[[], bool] = bool  # whether `gs.auto()` has something to do at the next border
+        self.is_due: Callable[[], bool] = bool  # whether `gs.auto()` has something to do before the next forward
         self.joining = False
         self.active: list[int] | None = None  # who voted to be active in this step, inside join()
         self._entries = engine.synchronization.entries
@@ -84,6 +84,10 @@ class Steps(Failing):
         if not isinstance(self.listener, NoListener):
             listener = TwoListeners(listener, self.listener)
         self.listener = self.synchronization.listener = listener
+
+    def ask_if_due(self, is_due: Callable[[], bool]) -> None:
+        """Ask this, before a forward, whether `gs.auto()` has something to do."""
+        self.is_due = is_due
 
     def trace(self, tracing: Tracing) -> None:
         """Write down every moment from now on."""

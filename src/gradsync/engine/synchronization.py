@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import threading
 import zlib
+from collections.abc import Container
 
 import torch
 
@@ -117,6 +118,20 @@ class Synchronization:
         self._blocked = False  # a full bucket waits for an earlier one
         self._held_up_by: str | None = None
         self.logbook.begin()
+
+    def continue_from(self, old: Synchronization) -> None:
+        """Go on where the engine before this one stood, between two steps."""
+        self.weighting.continue_from(old.weighting)
+        self.dropped, self.delivered = old.dropped, old.delivered
+        self.recorder.continue_at(old.recorder.count)
+
+    def resume_window(self, backwards: int, names: Container[str]) -> None:
+        """A state was loaded: go on in a window of so many backwards, which brought gradients of these parameters."""
+        self.forget()
+        self.backwards = backwards
+        for entry in self.entries:
+            if entry.name in names:
+                self.marks[entry.index] |= Mark.USED
 
     # Before and during backward
 

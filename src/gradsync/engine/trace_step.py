@@ -113,8 +113,8 @@ class Tracing:
             self._change_links(synchronization.lane)
         self._synchronization, self._lane = synchronization, synchronization.lane
         synchronization.logbook.tracer = self.tracer
-        synchronization.recorder.told = self.tracer.waited
-        synchronization.health_log.noted = self.tracer.health
+        synchronization.recorder.listen(self.tracer.waited)
+        synchronization.health_log.listen(self.tracer.health)
         synchronization.lane.notice(self._noticed)
 
     def continue_at(self, step: int) -> None:

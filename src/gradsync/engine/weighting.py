@@ -62,9 +62,14 @@ class Weighting:
         numbers = (self.weight, self.base, self.closed, float(self.num_closed))
         return tuple(math.nan if number is None else number for number in numbers)
 
-    def load(self, state: tuple[float, ...] | None) -> None:
+    def continue_from(self, other: Weighting) -> None:
+        """Go on where the engine before this one stood, between two steps."""
+        self.unit, self.weight = other.unit, other.weight
+
+    def load(self, state: tuple[float, ...] | None, unit: float) -> None:
         """Go on with it; None: with nothing. States of before have the weight alone."""
         self.begin()
+        self.unit = unit
         if state:
             weight, base, closed, num_closed = state if len(state) == 4 else (state[0], state[0], 0.0, 0.0)
             self.weight, self.base = (None if math.isnan(number) else number for number in (weight, base))

@@ -107,9 +107,9 @@ class Observer:
     def trace(self, tracing: Tracing) -> None:
         """Write down every moment from now on."""
         self._tracing = tracing
-        self._recorder.told = tracing.tracer.waited
+        self._recorder.listen(tracing.tracer.waited)
         if self._checks is not None:
-            self._checks.health_log.noted = tracing.tracer.health
+            self._checks.health_log.listen(tracing.tracer.health)
 
     # What a user asks
 

@@ -28,13 +28,13 @@ def renew(entries: Iterable[Entry], model: torch.nn.Module) -> list[Entry]:
         if found is entry.param:
             continue
         if id(entry.param) in homes:
-            entry.owner, entry.key = homes[id(entry.param)]
+            entry.follow(*homes[id(entry.param)])
             continue
         replaced.append(entry)
         if isinstance(found, torch.nn.Parameter) and _form(found) == _form(entry.param):
-            entry.param = found
+            entry.replace_param(found)
         else:
-            entry.owner = {entry.key: entry.param}
+            entry.follow({entry.key: entry.param}, entry.key)
     return replaced
 
 

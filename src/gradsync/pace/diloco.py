@@ -147,11 +147,8 @@ class DiLoCoPace(AfterStep):
         rows: list[list[int]] = state["fragments"].tolist()
         same = len(rows) == self._pace.fragments
         for f, fragment in enumerate(self._fragments):
-            fragment.load(state)
             # Of other fragments nothing can be under way: what was will depart again.
-            departed_at, fragment.synchronized_at, fragment.equal_at = rows[f] if same else (-1, -1, -1)
-            landed = departed_at >= 0 and f"landed.{fragment.flat_set.names[0]}" in state
-            fragment.departed_at = departed_at if landed else None
+            fragment.load(state, *(rows[f] if same else (-1, -1, -1)))
         if int(state["due"]):
             self._due.set()
 

@@ -114,8 +114,11 @@ class Fragment:
                 state[f"landed.{name}"] = view.clone() if self.departed_at is not None else torch.zeros_like(view)
         return state
 
-    def load(self, state: State) -> None:
-        """Continue from it; what is not in it is zero."""
+    def load(self, state: State, departed_at: int, synchronized_at: int, equal_at: int) -> None:
+        """Continue from it; what is not in it is zero. What was under way goes on if it had landed."""
+        landed = departed_at >= 0 and f"landed.{self.flat_set.names[0]}" in state
+        self.departed_at = departed_at if landed else None
+        self.synchronized_at, self.equal_at = synchronized_at, equal_at
         views = self.flat_set.flat_parts[0].views
         for i, name in enumerate(self.flat_set.names):
             self._w[i].copy_(state[f"global.{name}"])

@@ -39,7 +39,15 @@ class Recorder:
         self._wait_start: float | None = None
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self.count = 0
-        self.told: Callable[[StepRecord], None] = _nobody  # of every record, when it is closed
+        self._on_record: Callable[[StepRecord], None] = _ignore
+
+    def listen(self, on_record: Callable[[StepRecord], None]) -> None:
+        """Call this with every record when it is closed."""
+        self._on_record = on_record
+
+    def continue_at(self, count: int) -> None:
+        """So many steps were recorded before, by another engine of this run."""
+        self.count = count
 
     def start_waiting(self, on_device: bool) -> None:
         """Backward has computed everything: from here on, time is exposed.
@@ -77,7 +85,7 @@ class Recorder:
         self._last_end = now
         self._wait_start = None
         self.count += 1
-        self.told(record)
+        self._on_record(record)
 
     def records(self) -> list[StepRecord]:
         """The last steps, oldest first; times on a device are filled in where they are known."""
@@ -104,7 +112,7 @@ class Recorder:
         return result
 
 
-def _nobody(_: StepRecord) -> None: ...
+def _ignore(_: StepRecord) -> None: ...
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> float:
