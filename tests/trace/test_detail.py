@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from gradsync.trace.detail import FIRST, is_detailed
 from gradsync.trace.lines import RunHeader
 from gradsync.trace.reader import read_run
 from gradsync.trace.timers import HostTimer
-from gradsync.trace.tracer import BucketTrip, Tracer
+from gradsync.trace.tracer import FIRST, BucketTrip, Tracer, is_detailed
 from gradsync.trace.writer import Writer
 
 

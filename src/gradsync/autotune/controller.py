@@ -35,9 +35,9 @@ from gradsync.agreement.calls import Call
 from gradsync.agreement.documents import share
 from gradsync.autotune import saved_choice
 from gradsync.autotune.decide import Decision, decide, gather, miss, probe_links, say
+from gradsync.autotune.profiling import Timing, devices_of
 from gradsync.autotune.saved_choice import Chosen
 from gradsync.autotune.stopwatch import Stopwatch, clock_for
-from gradsync.autotune.timing import Timing, devices_of
 from gradsync.engine.assemble import Builder
 from gradsync.engine.several_models import chooses
 from gradsync.engine.step import Steps

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from gradsync.agreement.documents import share
+from gradsync.autotune.profiling import Timing, join, pack, unpack
 from gradsync.autotune.stopwatch import Stopwatch
-from gradsync.autotune.timing import Timing, join, pack, unpack
 from gradsync.cluster import Cluster
 from gradsync.engine.bucket import Entry
 from gradsync.errors import listed

@@ -5,8 +5,7 @@
     .grad after    —    —    ḡ0   ḡ1   ḡ2       then drain(): ḡ3, drain(): ḡ4
 
 Every rank applies the same averages in the same order, so replicas stay identical. A flat set of k + 1 parts
-carries
-them: k are under way or wait, and the one whose average stands in `.grad` is filled next.
+carries them: k are under way or wait, and the one whose average stands in `.grad` is filled next.
 
     part of g5 = part of ḡ2: what `zero_grad(set_to_none=False)` left in `.grad` lies where it will travel
 
@@ -18,11 +17,19 @@ Note [A backward that raised]
 Note [Buffers are not delayed]
     They are rank 0's after every step, as in `every_step`, so a model with buffers waits for rank 0's backward: an old
     running mean must not replace a new one. With buffers="none" nothing waits.
+
+Note [Another loss scale]
+    What a GradScaler multiplies losses by may change until an average is applied.
+
+    backward t       .grad = g · s          s: the scale of then
+    step t + k       .grad = g · s · s'/s   s': the scale of now, by which `unscale_` divides
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
+from types import FrameType
 
 import torch
 from torch.amp import GradScaler
@@ -35,9 +42,50 @@ from gradsync.exchange.flat_sets import FlatPart, FlatSet
 from gradsync.exchange.means import mean_scale
 from gradsync.pace.averages import Average, depart
 from gradsync.pace.contract import Due, Pace, SavedPace, Site, State, Stats
-from gradsync.pace.loss_scale import Scaling
 from gradsync.plan.paces import Delayed
 from gradsync.plan.plan import Combine
+from gradsync.transport.lane import Lane
+
+
+class Scaling:
+    """The scaler that `attach` was told of, or none."""
+
+    def __init__(self, scaler: GradScaler | None) -> None:
+        self._scaler = scaler
+
+    @property
+    def in_use(self) -> bool:
+        return self._scaler is not None and self._scaler.is_enabled()
+
+    def now(self) -> float:
+        """The scale of a gradient that is made now; without a scaler 1."""
+        return 1.0 if self._scaler is None else float(self._scaler.get_scale())
+
+    def check_caller(self, lane: Lane) -> None:
+        """Inside of an `optimizer.step()` that applies gradients: ours must be the scaler that calls it."""
+        caller = _calling_scaler()
+        if caller is None and self.in_use:
+            raise GradSyncError(
+                f"{lane.place()} optimizer.step() was called without the GradScaler that attach was given, so it would "
+                "apply gradients multiplied by its scale: call scaler.step(optimizer) and scaler.update(), also after "
+                "sync.drain()"
+            )
+        if caller is not None and caller is not self._scaler and caller.is_enabled():
+            known = "knows of none" if self._scaler is None else "was given another one"
+            raise GradSyncError(
+                f"{lane.place()} a GradScaler steps the optimizer and gradsync {known}: delayed(k) applies gradients "
+                "later than they were made, when the scale may have changed. Pass it, gs.attach(model, optimizer, "
+                "plan, scaler=scaler)"
+            )
+
+
+def _calling_scaler() -> GradScaler | None:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "step" and isinstance(scaler := frame.f_locals.get("self"), GradScaler):
+            return scaler
+        frame = frame.f_back
+    return None
 
 
 class DelayedPace(Pace):

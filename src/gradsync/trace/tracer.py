@@ -5,8 +5,12 @@
                 │       └ the root forward begins
                 └ or, where the loader is ours, exactly from next() to its return
 
-What comes between (logging, zero_grad) is no phase. Of some steps every bucket and gradient is kept: the first, later
-one of each ten (`detail`).
+What comes between (logging, zero_grad) is no phase. Of some steps every bucket and gradient is kept, on all ranks of
+the same and in step with nothing: every tenth would coincide with whatever training does every 10, 20 or 100 steps
+(validation, a checkpoint, a log line). A hash needs no state, and all ranks choose alike.
+
+    steps      0 … 49   │ 50 … 59    │ 60 … 69    │ 70 … 79    │ 80 … 89    │
+    detailed   all      │ •          │    •       │ •          │          • │   one of each ten, by a hash
 """
 
 from __future__ import annotations
@@ -17,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from gradsync.trace.detail import FIRST, is_detailed, is_rare
 from gradsync.trace.flight import Flight
 from gradsync.trace.flight import Moment as Flown
 from gradsync.trace.lines import BucketTimes, Error, Health, Line, RankEnd, Stats, StepLine, StepPart, Value
@@ -322,3 +325,37 @@ def _times(trip: BucketTrip, timer: Timer, offset: Callable[[Moment | None], flo
 
 def _seconds(spans: Iterable[CodecSpan], what: str, timer: Timer) -> float:
     return sum([timer.read(span.stop) - timer.read(span.start) for span in spans if span.what == what])
+
+
+FIRST = 50  # steps after attach: all of them
+ONE_IN = 10
+
+_MASK = (1 << 64) - 1
+_OF_GRADIENTS = 0x5851F42D  # so that the tens are chosen apart from the steps in them
+
+
+def is_detailed(step: int) -> bool:
+    """One step of each ten.
+
+    >>> [step for step in range(50, 110) if is_detailed(step)]
+    [50, 63, 70, 89, 90, 101]
+    """
+    return step % ONE_IN == _spread(step // ONE_IN) % ONE_IN
+
+
+def is_rare(step: int) -> bool:
+    """One step of each hundred, and a detailed one: for what is too dear for one in ten.
+
+    >>> [step for step in range(1000) if is_rare(step)][:5]
+    [5, 194, 260, 391, 400]
+    """
+    ten = step // ONE_IN
+    return is_detailed(step) and ten % ONE_IN == _spread(ten // ONE_IN + _OF_GRADIENTS) % ONE_IN
+
+
+def _spread(number: int) -> int:
+    """Neighbours become numbers that have nothing to do with each other (the finalizer of splitmix64)."""
+    mixed = (number + 1) * 0x9E3779B97F4A7C15 & _MASK
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
+    return mixed ^ mixed >> 31

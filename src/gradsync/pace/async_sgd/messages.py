@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import enum
 import struct
+import threading
 from collections.abc import Sequence
 from itertools import compress
 from typing import NamedTuple
@@ -107,3 +108,48 @@ def unpack(payload: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Te
     there = payload[: len(like)].tolist()
     views = iter(cut_bytes(payload[align(len(like)) :], list(compress(like, there))))
     return [next(views) if here else None for here in there]
+
+
+class Answer(NamedTuple):
+    """What an owner answers to PULL and DRAIN."""
+
+    version: int
+    slowest: int  # the lowest clock of all who still push
+    payload: torch.Tensor
+
+
+class Inbox:
+    """Where the answers of all owners to one question meet.
+
+    The training thread asks and waits here; the owners' answers are put in, on any thread.
+    """
+
+    def __init__(self, num_owners: int) -> None:
+        self._size = num_owners
+        self._answers: dict[int, Answer] = {}
+        self._arrived = threading.Condition()
+
+    def empty(self) -> None:
+        """Before a question is asked."""
+        with self._arrived:
+            self._answers.clear()
+
+    def put(self, owner: int, answer: Answer) -> None:
+        with self._arrived:
+            self._answers[owner] = answer
+            self._arrived.notify_all()
+
+    def full(self, slice_s: float) -> bool:
+        """Whether every owner has answered; waits for at most a slice."""
+        with self._arrived:
+            return self._arrived.wait_for(lambda: len(self._answers) == self._size, slice_s)
+
+    def missing(self) -> list[int]:
+        """The owners that have not answered."""
+        with self._arrived:
+            return [owner for owner in range(self._size) if owner not in self._answers]
+
+    def answers(self) -> list[Answer]:
+        """All answers, by owner."""
+        with self._arrived:
+            return [self._answers[owner] for owner in range(self._size)]

@@ -28,9 +28,8 @@ from typing import NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from gradsync.pace.async_sgd import shard_state
-from gradsync.pace.async_sgd.messages import unpack
-from gradsync.pace.async_sgd.shard import Shard
+from gradsync.pace.async_sgd.messages import Answer, unpack
+from gradsync.pace.async_sgd.shard import Shard, State
 from gradsync.pace.async_sgd.staleness import Clocks, Histogram, staleness_bound
 from gradsync.plan.paces import AsyncSGD
 
@@ -44,18 +43,12 @@ class Push(NamedTuple):
     gradients: Gradients
 
 
-class Read(NamedTuple):
-    """What a worker is answered."""
-
-    version: int
-    slowest: int  # the lowest clock of all who still push
-    payload: torch.Tensor
-
-
 class Owner:
     """One shard and all that is asked of it."""
 
-    def __init__(self, shard: Shard, num_workers: int, settings: AsyncSGD, answer: Callable[[int, Read], None]) -> None:
+    def __init__(
+        self, shard: Shard, num_workers: int, settings: AsyncSGD, answer: Callable[[int, Answer], None]
+    ) -> None:
         self._shard = shard
         self._size = num_workers
         self._settings = settings
@@ -141,14 +134,14 @@ class Owner:
                 **{f"staleness_histogram_{name}": count for name, count in self._staleness.counts().items()},
             }
 
-    def state(self, clock: int) -> shard_state.State:
+    def state(self, clock: int) -> State:
         with self._lock:
-            return shard_state.save(self._shard, clock)
+            return self._shard.state(clock)
 
     def load(self, state: Mapping[str, torch.Tensor]) -> int:
         """Before a drain, which brings it to all; the clock it was saved at."""
         with self._lock:
-            return shard_state.load(self._shard, state)
+            return self._shard.load(state)
 
     # Under the lock
 
@@ -190,7 +183,7 @@ class Owner:
         payload = self._shard.packed()
         if self._then:
             self._then[worker] = payload
-        self._answer(worker, Read(self._shard.version, self._clocks.slowest, payload))
+        self._answer(worker, Answer(self._shard.version, self._clocks.slowest, payload))
 
 
 def _divided(gradient: torch.Tensor | None, by: int) -> torch.Tensor | None:

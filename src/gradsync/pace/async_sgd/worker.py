@@ -24,10 +24,9 @@ import torch
 from torch.optim import Optimizer
 
 from gradsync.errors import GradSyncError
-from gradsync.pace.async_sgd.answers import Inbox
 from gradsync.pace.async_sgd.mail import Failure, Mail, Take
-from gradsync.pace.async_sgd.messages import Message, MessageKind, pack, unpack
-from gradsync.pace.async_sgd.owner import Owner, Read
+from gradsync.pace.async_sgd.messages import Answer, Inbox, Message, MessageKind, pack, unpack
+from gradsync.pace.async_sgd.owner import Owner
 from gradsync.pace.async_sgd.peer_wait import PeerWait
 from gradsync.pace.async_sgd.shard import Named, Shard, partition
 from gradsync.plan.paces import AsyncSGD
@@ -99,8 +98,8 @@ class AsyncWorker:
 
     def pull(self) -> None:
         """Before a forward: wait as `max_staleness` says, then take the newest parameters of all owners."""
-        reads = self._ask(Message(MessageKind.PULL, self.clock), f"a read of parameters at clock {self.clock}")
-        self._distance = max(self._distance, self.clock - min(read.slowest for read in reads))
+        answers = self._ask(Message(MessageKind.PULL, self.clock), f"a read of parameters at clock {self.clock}")
+        self._distance = max(self._distance, self.clock - min(answer.slowest for answer in answers))
         self._is_level = self._is_level or len(self._shares) == 1  # who is alone has read all that was pushed
 
     def drain(self, rejoin: bool = False) -> None:
@@ -109,8 +108,8 @@ class AsyncWorker:
         A worker that has left stays so, unless it asks to `rejoin`.
         """
         self._live = self._live or rejoin
-        reads = self._ask(Message(MessageKind.DRAIN, self.clock, int(self._live)), "a drain")
-        self.clock = reads[0].slowest
+        answers = self._ask(Message(MessageKind.DRAIN, self.clock, int(self._live)), "a drain")
+        self.clock = answers[0].slowest
         self._is_level = True
 
     def leave(self) -> None:
@@ -158,7 +157,7 @@ class AsyncWorker:
         finally:
             self._end()
 
-    def _ask(self, message: Message, what: str) -> list[Read]:
+    def _ask(self, message: Message, what: str) -> list[Answer]:
         """Ask all owners, wait for all answers, and take over the parameters."""
         self._inbox.empty()
         start = time.perf_counter()
@@ -171,15 +170,15 @@ class AsyncWorker:
             self._owner.drain(self._rank, message.clock, bool(message.version))
         self._peer_wait.wait(self._inbox.full, what, self._holding_up)
         self._waited_s += time.perf_counter() - start
-        reads = self._inbox.reads()
+        answers = self._inbox.answers()
         with torch.no_grad():
-            for share, read in zip(self._shares, reads, strict=True):
-                for parameter, value in zip(share, unpack(read.payload, share), strict=True):
+            for share, answer in zip(self._shares, answers, strict=True):
+                for parameter, value in zip(share, unpack(answer.payload, share), strict=True):
                     assert value is not None, "an owner packs all of its masters"
                     parameter.copy_(value)
-        self._versions = [read.version for read in reads]
+        self._versions = [answer.version for answer in answers]
         self._has_read = True
-        return reads
+        return answers
 
     def _send(self, owner: int, message: Message, what: str, payload: torch.Tensor | None = None) -> None:
         try:
@@ -210,15 +209,15 @@ class AsyncWorker:
 # Not methods: the threads must not keep the training loop's end alive.
 
 
-def _answer(rank: int, inbox: Inbox, mail: Mail) -> Callable[[int, Read], None]:
+def _answer(rank: int, inbox: Inbox, mail: Mail) -> Callable[[int, Answer], None]:
     """What an owner does to answer."""
 
-    def answer(worker: int, read: Read) -> None:
+    def answer(worker: int, reply: Answer) -> None:
         if worker == rank:
-            inbox.put(rank, read)
+            inbox.put(rank, reply)
             return
         with contextlib.suppress(RuntimeError):  # it is gone: whoever waits learns it from the beats
-            mail.send(worker, Message(MessageKind.PARAMETERS, 0, read.version, read.slowest), read.payload)
+            mail.send(worker, Message(MessageKind.PARAMETERS, 0, reply.version, reply.slowest), reply.payload)
 
     return answer
 
@@ -235,7 +234,7 @@ def _serve(owner: Owner, inbox: Inbox, lane: Lane) -> Take:
 
     def handle(source: int, message: Message, payload: torch.Tensor | None) -> None:
         if message.kind is MessageKind.PARAMETERS:
-            inbox.put(source, Read(message.version, message.slowest, _whole(payload)))
+            inbox.put(source, Answer(message.version, message.slowest, _whole(payload)))
         elif message.kind is MessageKind.PUSH:
             owner.push(source, message.clock, message.version, _whole(payload))
         elif message.kind is MessageKind.PULL:
