@@ -28,8 +28,7 @@ from gradsync.engine.step import Steps
 from gradsync.engine.synchronization import Synchronization
 from gradsync.exchange.means import level
 from gradsync.exchange.residuals import Kept
-from gradsync.pace.contract import Held, Pace
-from gradsync.pace.contract import SavedPace as PaceState
+from gradsync.pace.contract import OpenWindow, Pace, SavedPace
 from gradsync.plan import paces
 from gradsync.transport.lane import Lane
 
@@ -81,7 +80,7 @@ class Keeper:
             return gather(self._lane, flatten_shared(saved), flatten_part(rank, saved.parts[rank], saved.shared.step))
 
     def _saved(self) -> SavedRunState:
-        pace, held = self._pace.state(), self._pace.held()
+        pace, held = self._pace.state(), self._pace.open_window()
         kept = self._synchronization.sender.kept()  # after the pace has waited for what is under way
         shared = Shared(
             step=self._lane.step,
@@ -117,7 +116,7 @@ class Keeper:
                 warnings.warn(f"{self._lane.place()} {change}", stacklevel=3)
 
     def _load_pace(self, taken: SavedRunState, whole: bool) -> None:
-        self._pace.load(PaceState(taken.pace, _own(taken, self._lane.groups.rank) if whole else {}))
+        self._pace.load(SavedPace(taken.pace, _own(taken, self._lane.groups.rank) if whole else {}))
         others = [key for key in taken.pace if key.endswith(".apart") and key != f"{self._kind}.apart"]
         if any(bool(taken.pace[key]) for key in others) and not self._pace.replicas_differ:
             # Every rank may have loaded a model of its own, and this pace keeps them equal.
@@ -127,9 +126,9 @@ class Keeper:
         shared, parts = taken.shared, list(taken.parts.values())
         self._synchronization.sender.replace(Kept(add_up(parts), taken.factors))
         self._synchronization.bucket_order.arrange(shared.arrangement)
-        held = Held(shared.backwards, parts[0].hidden) if goes_on else Held(0, {})
+        held = OpenWindow(shared.backwards, parts[0].hidden) if goes_on else OpenWindow(0, {})
         self._synchronization.resume_window(held.backwards, held.hidden)
-        self._pace.hold(held)
+        self._pace.resume_window(held)
         self._synchronization.weighting.load(parts[0].weight if goes_on else None, shared.unit)
         self._steps.aborted.load(Flag(parts[0].aborted if goes_on else 0))
         self._lane.session.continue_at(shared.step)

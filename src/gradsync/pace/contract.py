@@ -27,6 +27,7 @@ from gradsync.agreement.header import Flag, Headers
 from gradsync.agreement.outcome import HealthLog
 from gradsync.errors import GradSyncError
 from gradsync.exchange.choose_route import ExactSum
+from gradsync.exchange.flat_sets import FlatSet
 from gradsync.exchange.sender import Sender
 from gradsync.plan.guard import Guard
 from gradsync.trace import Recorder
@@ -36,7 +37,7 @@ State = dict[str, torch.Tensor]
 Stats = dict[str, float | int | str | None]
 
 
-class Travellers(Protocol):
+class BufferBroadcast(Protocol):
     """The model's buffers, which go from one rank to all with every synchronization."""
 
     def tensors(self) -> list[torch.Tensor]: ...
@@ -52,7 +53,7 @@ class DriftCheck(Protocol):
     def hear(self, headers: Headers, lane: Lane) -> Callable[[], None]: ...
 
 
-class Site(NamedTuple):
+class PaceContext(NamedTuple):
     """What a pace works on; the same on every rank."""
 
     lane: Lane
@@ -60,14 +61,18 @@ class Site(NamedTuple):
     sender: Sender
     parameters: Sequence[tuple[str, torch.nn.Parameter]]
     optimizers: Sequence[Optimizer]
-    buffers: Travellers
+    buffers: BufferBroadcast
     guard: Guard
     bucket_bytes: int | None
     num_marks: int  # parameters that the header counts
     indices: count[int]  # for flat buckets
     recorder: Recorder
     health_log: HealthLog
-    watch: DriftCheck
+    drift_check: DriftCheck
+
+    def flat_set(self, named: Sequence[tuple[str, torch.Tensor]], num_flat_parts: int = 1) -> FlatSet:
+        """Flat memory for these tensors, of the forms that travel; every rank calls this at once."""
+        return FlatSet(named, self.exact, self.sender, self.indices, self.bucket_bytes, num_flat_parts)
 
 
 class SavedPace(NamedTuple):
@@ -77,7 +82,7 @@ class SavedPace(NamedTuple):
     own: State
 
 
-class Held(NamedTuple):
+class OpenWindow(NamedTuple):
     """Gradients of an open window, out of sight."""
 
     backwards: int  # since it began
@@ -158,15 +163,15 @@ class Pace(ABC):
         """How many micro-batches the window holds now, the last one perhaps begun only."""
         return 1
 
-    def held(self) -> Held:
+    def open_window(self) -> OpenWindow:
         """What a window in the middle must not lose over a checkpoint; kept apart, for a saver may leave it out."""
-        return Held(0, {})
+        return OpenWindow(0, {})
 
     def has_room_for(self, backwards: int) -> bool:
         """Whether a window of this pace is still open after so many."""
         return backwards == 0
 
-    def hold(self, held: Held) -> None:  # noqa: B027
+    def resume_window(self, window: OpenWindow) -> None:  # noqa: B027
         """Go on in that window."""
 
     def rescale(self, ratio: torch.Tensor) -> None:  # noqa: B027

@@ -20,7 +20,7 @@ import torch
 from torch.optim import Optimizer
 
 from gradsync.agreement.header import Flag
-from gradsync.pace.contract import Held, Pace
+from gradsync.pace.contract import OpenWindow, Pace
 from gradsync.plan.paces import Accumulate, EveryStep
 from gradsync.transport.lane import Lane
 
@@ -93,12 +93,12 @@ class WindowPace(Pace):
         self.backwards = self._num_shown = 0
         self._hidden.clear()
 
-    def held(self) -> Held:
-        return Held(self.backwards, {name: grad.clone() for name, grad in self._hidden.items()}, self._num_shown)
+    def open_window(self) -> OpenWindow:
+        return OpenWindow(self.backwards, {name: grad.clone() for name, grad in self._hidden.items()}, self._num_shown)
 
-    def hold(self, held: Held) -> None:
-        self.backwards = held.backwards
-        self._hidden, self._num_shown = {name: grad.clone() for name, grad in held.hidden.items()}, 0
+    def resume_window(self, window: OpenWindow) -> None:
+        self.backwards = window.backwards
+        self._hidden, self._num_shown = {name: grad.clone() for name, grad in window.hidden.items()}, 0
 
     def rescale(self, ratio: torch.Tensor) -> None:
         for name, grad in self._hidden.items():

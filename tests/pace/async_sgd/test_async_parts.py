@@ -136,7 +136,7 @@ def test_a_mean_is_of_those_who_came() -> None:
     owner.push(2, 1, 0, gradient(1.0))
     owner.pull(0, 1)
     assert reads[0] == []
-    assert owner.holding_up() == [1]
+    assert owner.stragglers() == [1]
     owner.leave(1)
     assert reads[0] == [-1.0]
 

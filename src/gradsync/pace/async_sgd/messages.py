@@ -52,7 +52,7 @@ class MessageKind(enum.IntEnum):
     BYE = 6  # nothing follows
 
 
-class Message(NamedTuple):
+class ShardMessage(NamedTuple):
     """One request."""
 
     kind: MessageKind
@@ -63,18 +63,18 @@ class Message(NamedTuple):
     heard: int = 0  # how many requests the sender has had from the receiver
 
 
-def write(message: Message) -> torch.Tensor:
+def write(message: ShardMessage) -> torch.Tensor:
     """The message as bytes.
 
-    >>> read(write(Message(MessageKind.PULL, clock=3, heard=7)))
-    Message(kind=<MessageKind.PULL: 3>, clock=3, version=0, slowest=0, nbytes=0, heard=7)
+    >>> read(write(ShardMessage(MessageKind.PULL, clock=3, heard=7)))
+    ShardMessage(kind=<MessageKind.PULL: 3>, clock=3, version=0, slowest=0, nbytes=0, heard=7)
     """
     return torch.frombuffer(bytearray(_STRUCT.pack(*message)), dtype=torch.uint8)
 
 
-def read(message: torch.Tensor) -> Message:
+def read(message: torch.Tensor) -> ShardMessage:
     kind, *rest = _STRUCT.unpack(message.numpy().tobytes())
-    return Message(MessageKind(kind), *rest)
+    return ShardMessage(MessageKind(kind), *rest)
 
 
 def payload_tag(kind: MessageKind, shard: int, version: int) -> int:

@@ -56,10 +56,10 @@ class Owner:
         self._lock = threading.Lock()
         self._clocks = Clocks(num_workers)
         self._complete = 0  # with max_staleness=0: the last clock whose mean was applied
-        self._given: dict[int, dict[int, Push]] = {}  # by clock, then by worker
+        self._pushes: dict[int, dict[int, Push]] = {}  # by clock, then by worker
         self._readers: dict[int, int] = {}  # who waits to read, and at which clock
         self._drained: dict[int, tuple[int, bool]] = {}  # who waits for all: at which clock, and whether it goes on
-        self._then = [shard.packed()] * num_workers if settings.compensate is not None else []
+        self._last_read = [shard.packed()] * num_workers if settings.compensate is not None else []
         self._staleness = Histogram()
 
     # What workers ask
@@ -70,22 +70,22 @@ class Owner:
             self._clocks.advance(worker, clock)
             push = Push(version, unpack(payload, self._shard.masters))
             if self._settings.max_staleness == 0:
-                self._given.setdefault(clock, {})[worker] = push
+                self._pushes.setdefault(clock, {})[worker] = push
             else:
                 self._update_alone(worker, push)
-            self._go_on()
+            self._advance()
 
     def pull(self, worker: int, clock: int) -> None:
         """Answer as soon as the worker may read."""
         with self._lock:
             self._readers[worker] = clock
-            self._go_on()
+            self._advance()
 
     def leave(self, worker: int) -> None:
         """The worker pushes no more: nobody waits for it."""
         with self._lock:
             self._clocks.leave(worker)
-            self._go_on()
+            self._advance()
 
     def drain(self, worker: int, clock: int, stays: bool) -> None:
         """Answer all workers at once, when the last has asked and all they pushed is applied."""
@@ -93,10 +93,10 @@ class Owner:
             self._drained[worker] = (clock, stays)
             if len(self._drained) < self._size:
                 self._clocks.leave(worker)  # until all are level: nobody waits for who waits for all
-                self._go_on()
+                self._advance()
                 return
-            while self._given:
-                self._update_together(min(self._given))
+            while self._pushes:
+                self._update_together(min(self._pushes))
             level = max(clock for clock, _ in self._drained.values())
             self._clocks.level(level, [self._drained[each][1] for each in range(self._size)])
             self._complete = level
@@ -115,9 +115,9 @@ class Owner:
         """Go on from these, and from the optimizers' state."""
         with self._lock:
             self._shard.restart(parameters, optimizers)
-            self._then = [self._shard.packed()] * len(self._then)
+            self._last_read = [self._shard.packed()] * len(self._last_read)
 
-    def holding_up(self) -> list[int]:
+    def stragglers(self) -> list[int]:
         """Who the others wait for, as far as this owner knows."""
         with self._lock:
             if self._drained:
@@ -145,9 +145,9 @@ class Owner:
 
     # Under the lock
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         """Do what has become possible."""
-        while self._complete < self._clocks.slowest and self._complete + 1 in self._given:
+        while self._complete < self._clocks.slowest and self._complete + 1 in self._pushes:
             self._update_together(self._complete + 1)
         for worker, clock in list(self._readers.items()):
             if self._clocks.may_read(clock, self._settings.max_staleness):
@@ -156,7 +156,7 @@ class Owner:
 
     def _update_together(self, clock: int) -> None:
         """The mean of what was given for this clock: each divided first, then added in rank order."""
-        given = self._given.pop(clock)
+        given = self._pushes.pop(clock)
         for push in given.values():
             self._staleness.add(self._shard.version - push.version)
         shares = [[_divided(g, len(given)) for g in given[worker].gradients] for worker in sorted(given)]
@@ -173,7 +173,8 @@ class Owner:
 
     def _compensated(self, worker: int, gradients: Gradients, factor: float) -> Gradients:
         """See [Compensation]."""
-        then, now = (unpack(payload, self._shard.masters) for payload in (self._then[worker], self._shard.packed()))
+        payloads = (self._last_read[worker], self._shard.packed())
+        then, now = (unpack(payload, self._shard.masters) for payload in payloads)
         return [
             None if g is None or w is None or w_then is None else g + factor * g * g * (w - w_then)
             for g, w, w_then in zip(gradients, now, then, strict=True)
@@ -181,8 +182,8 @@ class Owner:
 
     def _serve(self, worker: int) -> None:
         payload = self._shard.packed()
-        if self._then:
-            self._then[worker] = payload
+        if self._last_read:
+            self._last_read[worker] = payload
         self._answer(worker, Answer(self._shard.version, self._clocks.slowest, payload))
 
 

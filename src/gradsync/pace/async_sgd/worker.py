@@ -24,8 +24,8 @@ import torch
 from torch.optim import Optimizer
 
 from gradsync.errors import GradSyncError
-from gradsync.pace.async_sgd.mail import Failure, Mail, Take
-from gradsync.pace.async_sgd.messages import Answer, Inbox, Message, MessageKind, pack, unpack
+from gradsync.pace.async_sgd.mail import Failure, Handler, Mail
+from gradsync.pace.async_sgd.messages import Answer, Inbox, MessageKind, ShardMessage, pack, unpack
 from gradsync.pace.async_sgd.owner import Owner
 from gradsync.pace.async_sgd.peer_wait import PeerWait
 from gradsync.pace.async_sgd.shard import Named, Shard, partition
@@ -92,13 +92,13 @@ class AsyncWorker:
             parameter.grad = None
         for owner, payload in enumerate(payloads):
             if owner != self._rank:
-                self._send(owner, Message(MessageKind.PUSH, self.clock, self._versions[owner]), what, payload)
+                self._send(owner, ShardMessage(MessageKind.PUSH, self.clock, self._versions[owner]), what, payload)
         self._owner.note()
         self._owner.push(self._rank, self.clock, self._versions[self._rank], payloads[self._rank])
 
     def pull(self) -> None:
         """Before a forward: wait as `max_staleness` says, then take the newest parameters of all owners."""
-        answers = self._ask(Message(MessageKind.PULL, self.clock), f"a read of parameters at clock {self.clock}")
+        answers = self._ask(ShardMessage(MessageKind.PULL, self.clock), f"a read of parameters at clock {self.clock}")
         self._distance = max(self._distance, self.clock - min(answer.slowest for answer in answers))
         self._is_level = self._is_level or len(self._shares) == 1  # who is alone has read all that was pushed
 
@@ -108,7 +108,7 @@ class AsyncWorker:
         A worker that has left stays so, unless it asks to `rejoin`.
         """
         self._live = self._live or rejoin
-        answers = self._ask(Message(MessageKind.DRAIN, self.clock, int(self._live)), "a drain")
+        answers = self._ask(ShardMessage(MessageKind.DRAIN, self.clock, int(self._live)), "a drain")
         self.clock = answers[0].slowest
         self._is_level = True
 
@@ -118,7 +118,7 @@ class AsyncWorker:
             self._live = False
             for owner in range(len(self._shares)):
                 if owner != self._rank:
-                    self._send(owner, Message(MessageKind.LEAVE, self.clock), "leave()")
+                    self._send(owner, ShardMessage(MessageKind.LEAVE, self.clock), "leave()")
             self._owner.note()
             self._owner.leave(self._rank)
 
@@ -157,7 +157,7 @@ class AsyncWorker:
         finally:
             self._end()
 
-    def _ask(self, message: Message, what: str) -> list[Answer]:
+    def _ask(self, message: ShardMessage, what: str) -> list[Answer]:
         """Ask all owners, wait for all answers, and take over the parameters."""
         self._inbox.empty()
         start = time.perf_counter()
@@ -168,7 +168,7 @@ class AsyncWorker:
             self._owner.pull(self._rank, message.clock)
         else:
             self._owner.drain(self._rank, message.clock, bool(message.version))
-        self._peer_wait.wait(self._inbox.full, what, self._holding_up)
+        self._peer_wait.wait(self._inbox.full, what, self._stragglers)
         self._waited_s += time.perf_counter() - start
         answers = self._inbox.answers()
         with torch.no_grad():
@@ -180,14 +180,14 @@ class AsyncWorker:
         self._has_read = True
         return answers
 
-    def _send(self, owner: int, message: Message, what: str, payload: torch.Tensor | None = None) -> None:
+    def _send(self, owner: int, message: ShardMessage, what: str, payload: torch.Tensor | None = None) -> None:
         try:
             self._mail.send(owner, message, payload)
         except RuntimeError as error:
             self._peer_wait.fail(what, Failure(error, ours=False))
 
-    def _holding_up(self) -> list[int]:
-        others = [rank for rank in self._owner.holding_up() if rank != self._rank]
+    def _stragglers(self) -> list[int]:
+        others = [rank for rank in self._owner.stragglers() if rank != self._rank]
         return others or self._inbox.missing()
 
     def _refuse_sparse(self) -> None:
@@ -217,22 +217,22 @@ def _answer(rank: int, inbox: Inbox, mail: Mail) -> Callable[[int, Answer], None
             inbox.put(rank, reply)
             return
         with contextlib.suppress(RuntimeError):  # it is gone: whoever waits learns it from the beats
-            mail.send(worker, Message(MessageKind.PARAMETERS, 0, reply.version, reply.slowest), reply.payload)
+            mail.send(worker, ShardMessage(MessageKind.PARAMETERS, 0, reply.version, reply.slowest), reply.payload)
 
     return answer
 
 
-def _serve(owner: Owner, inbox: Inbox, lane: Lane) -> Take:
+def _serve(owner: Owner, inbox: Inbox, lane: Lane) -> Handler:
     """What the receiver thread does with a message."""
 
-    def take(source: int, message: Message, payload: torch.Tensor | None) -> None:
+    def guarded(source: int, message: ShardMessage, payload: torch.Tensor | None) -> None:
         try:
             handle(source, message, payload)
         except Exception:
             lane.fail()  # this shard answers no more: nobody shall wait for it
             raise
 
-    def handle(source: int, message: Message, payload: torch.Tensor | None) -> None:
+    def handle(source: int, message: ShardMessage, payload: torch.Tensor | None) -> None:
         if message.kind is MessageKind.PARAMETERS:
             inbox.put(source, Answer(message.version, message.slowest, _whole(payload)))
         elif message.kind is MessageKind.PUSH:
@@ -244,7 +244,7 @@ def _serve(owner: Owner, inbox: Inbox, lane: Lane) -> Take:
         elif message.kind is MessageKind.LEAVE:
             owner.leave(source)
 
-    return take
+    return guarded
 
 
 def _whole(payload: torch.Tensor | None) -> torch.Tensor:
