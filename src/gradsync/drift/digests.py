@@ -6,7 +6,7 @@
     compared                        share 7      share 8        unequal: every rank reads so, and all look closer
 
 Digests are taken at the end of backward, when parameters and optimizer state are at rest on every rank: nobody steps
-before its gradients are there. The closer look is `inquest`; it happens when all ranks are at the same place.
+before its gradients are there. The closer look is `diagnosis`; it happens when all ranks are at the same place.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LAG_ON_HOST, _LAG_ON_DEVICE = 1, 2  # synchronizations after which a digest is 
 _SMALL_NBYTES = 1 << 20  # pieces on a GPU that are digested together
 
 
-class Suspicion(NamedTuple):
+class DigestMismatch(NamedTuple):
     """Digests that differed."""
 
     step: int  # when they were taken
@@ -50,18 +50,18 @@ class DigestReading:
     layout: int  # hash of what all shares are of
     pieces: list[Piece]
     known: list[int]
-    coming: torch.Tensor | None  # in pinned memory
-    passed: list[torch.cuda.Event]
+    pending: torch.Tensor | None  # in pinned memory
+    events: list[torch.cuda.Event]
     loss_scale: float
 
     def word(self) -> bytes:
         """8 bytes, never those that stand for nothing."""
         numbers = [self.layout, *self.known]
-        if self.coming is not None:
-            for event in self.passed:
+        if self.pending is not None:
+            for event in self.events:
                 event.synchronize()  # steps ago: it has passed, unless the host is far ahead
-            numbers += [number & (1 << 64) - 1 for number in self.coming[:-1].tolist()]
-            self.loss_scale = float(self.coming[-1:].view(torch.float64))
+            numbers += [number & (1 << 64) - 1 for number in self.pending[:-1].tolist()]
+            self.loss_scale = float(self.pending[-1:].view(torch.float64))
         return (digest.joined(numbers) or 1).to_bytes(8, "little")
 
 
@@ -99,12 +99,12 @@ class ReplicaDigests:
         word = reading.word()
         return word, self._scale_on_host() or reading.loss_scale
 
-    def hear(self, headers: Headers) -> Suspicion | None:
+    def hear(self, headers: Headers) -> DigestMismatch | None:
         """Compare what all ranks announced in one header, the oldest that was not heard."""
         words, reading = [head.replica_digest for head in headers.heads], self._announced.popleft()
         if reading is None or NO_REPLICA_DIGEST in words or all(word == words[0] for word in words):
             return None
-        return Suspicion(reading.step, reading.generation, words, reading.layout, reading.pieces)
+        return DigestMismatch(reading.step, reading.generation, words, reading.layout, reading.pieces)
 
     def forget(self) -> None:
         """What was digested so far says nothing any more: replicas were changed, or may differ for a while."""
@@ -155,14 +155,14 @@ class ReplicaDigests:
 def _ask(reading: DigestReading, distant: dict[torch.device, list[torch.Tensor]], scale: torch.Tensor) -> None:
     """Start the digests of what is on devices, and their way to the host."""
     parts = [digest.launch(part) for parts in distant.values() for part in _together(parts)]
-    coming = torch.empty(len(parts) + 1, dtype=torch.int64, pin_memory=True, device="cpu")
-    for place, part in zip(coming, [*parts, scale.double().view(torch.int64).reshape(())], strict=True):
+    pending = torch.empty(len(parts) + 1, dtype=torch.int64, pin_memory=True, device="cpu")
+    for place, part in zip(pending, [*parts, scale.double().view(torch.int64).reshape(())], strict=True):
         place.copy_(part, non_blocking=True)
-    reading.coming = coming
+    reading.pending = pending
     for device in {part.device for part in [*parts, scale] if part.is_cuda}:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(device))
-        reading.passed.append(event)
+        reading.events.append(event)
 
 
 def _together(parts: list[torch.Tensor]) -> list[torch.Tensor]:

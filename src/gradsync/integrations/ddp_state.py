@@ -30,15 +30,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsync.checkpoint.format import (
     Arrangement,
-    Part,
+    RankState,
     SavedRunState,
-    Shared,
+    SharedState,
     State,
     add_up,
-    fitting,
     flatten,
     flatten_part,
     flatten_shared,
+    shorten,
 )
 from gradsync.checkpoint.redistribute import changes, gather, receive
 from gradsync.compress import toml
@@ -89,7 +89,7 @@ class DDPState:
         self._scale = mean_scale(self._lane.groups.size)
         self._closed = False
         recipe = {"combine": plan.combine, "compress": toml.canonical(plan.compress)}
-        self._recipe = fitting(json.dumps(recipe))
+        self._recipe = shorten(json.dumps(recipe))
 
     # A step, bucket by bucket
 
@@ -182,8 +182,8 @@ class DDPState:
         kept, size = self._sender.kept(), self._lane.groups.size
         # DDP learns its own order anew in every run.
         arrangement = Arrangement(list(reversed(self._shapes)), [], learned=False)
-        shared = Shared(self._lane.step, size, 1.0, 0, self._recipe, arrangement)
-        return SavedRunState(shared, kept.factors, {self._lane.groups.rank: Part(kept.residuals, {}, 0)})
+        shared = SharedState(self._lane.step, size, 1.0, 0, self._recipe, arrangement)
+        return SavedRunState(shared, kept.factors, {self._lane.groups.rank: RankState(kept.residuals, {}, 0)})
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Continue from `state_dict()`; every rank calls it, between two steps, with what it has: its own, or all."""
@@ -191,13 +191,13 @@ class DDPState:
         with self._failing():
             compare(self._lane, "load_state_dict()")
         keeps = len(self._sender.kept().residuals)
-        taken, hand = receive(self._lane, state, self._shapes, keeps, self._failing)
+        taken, redistribution = receive(self._lane, state, self._shapes, keeps, self._failing)
         with self._failing():
             self._ddp_buckets.forget()
             self._sender.replace(Kept(add_up(taken.parts.values()), taken.factors))
             self._lane.session.continue_at(taken.shared.step)
         if self._lane.groups.rank == 0:  # all ranks see the same
-            for change in changes(taken, hand, self._recipe):
+            for change in changes(taken, redistribution, self._recipe):
                 warnings.warn(f"{self._lane.place()} {change}", stacklevel=2)
             if taken.shared.backwards:
                 warnings.warn(f"{self._lane.place()} {_WINDOW}", stacklevel=2)
