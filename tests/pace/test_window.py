@@ -116,7 +116,7 @@ def test_a_window_in_the_middle_survives_a_checkpoint() -> None:
 
     again = parameters(None, None)
     resumed = WindowPace(gs.accumulate(3), again)
-    resumed.hold(held)
+    resumed.resume_window(held)
     assert resumed.backwards == 2
     resumed.before_backward()
     assert grads(again) == [1.0, None]

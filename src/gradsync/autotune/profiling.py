@@ -49,16 +49,16 @@ def profile(
         raise TypeError(f"step must be a function that runs one training step and takes nothing, got {step!r}")
     optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     entries = take_inventory(model, optimizers, ()).entries  # type: ignore[arg-type]
-    watch = _Watch(Stopwatch(clock_for(devices_of(entries))))
-    hooks = Hooks(watch, model, optimizers)  # type: ignore[arg-type]
+    timer = _HookTimer(Stopwatch(clock_for(devices_of(entries))))
+    hooks = Hooks(timer, model, optimizers)  # type: ignore[arg-type]
     hooks.listen(entries)
     try:
         for number in range(steps + 1):
             step()
-            watch.stopwatch.lap(counts=number > 0, waited=False)
+            timer.stopwatch.lap(counts=number > 0, waited=False)
     finally:
         hooks.remove()
-    timing = Timing.of(watch.stopwatch.samples(), len(entries))
+    timing = Timing.of(timer.stopwatch.samples(), len(entries))
     if timing is None:
         raise ValueError(
             f"no gradient of {type(model).__name__} arrived in {steps + 1} calls of step(): it must run forward and "
@@ -67,7 +67,7 @@ def profile(
     return join([timing], entries, type(model).__name__)
 
 
-class _Watch:
+class _HookTimer:
     """Hears the hooks; see `Listener`."""
 
     def __init__(self, stopwatch: Stopwatch) -> None:

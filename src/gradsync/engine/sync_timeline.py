@@ -7,7 +7,7 @@ from gradsync.engine.bucket_order import BucketOrder
 from gradsync.exchange.sender import Sender
 from gradsync.trace.lines import BucketLayout, BucketPlan
 from gradsync.trace.timers import Moment, span
-from gradsync.trace.tracer import BucketTrip, Tracer
+from gradsync.trace.tracer import BucketMoments, Tracer
 from gradsync.transport.lane import Lane
 from gradsync.transport.pending import Pending
 
@@ -19,12 +19,12 @@ class Logbook:
         self.tracer: Tracer | None = None
         # Of the last synchronization
         self.closed = False  # whether it came to its end
-        self.trips: list[BucketTrip] = []
+        self.trips: list[BucketMoments] = []
         self.header_at: tuple[Moment, Moment] | None = None
         self.sent_nbytes = 0  # put on a network
         self.raw_nbytes = 0  # before compression
         self.layout: BucketLayout | None = None  # in which it went, since when
-        self._trips: list[BucketTrip] = []  # of the one under way
+        self._trips: list[BucketMoments] = []  # of the one under way
         self._schedule: int | None = None  # of the layout
 
     def begin(self) -> None:
@@ -47,7 +47,7 @@ class Logbook:
         if begun is None and bucket.choice.codec is None:
             return  # nothing of it will be told
         flat_bucket, ready = bucket.flat_bucket, bucket.ready_at if bucket.ready_at is not None else begun
-        self._trips.append(BucketTrip(bucket.index, pending.nbytes, ready, begun, spans=flat_bucket.spans))
+        self._trips.append(BucketMoments(bucket.index, pending.nbytes, ready, begun, spans=flat_bucket.spans))
         bucket.ready_at = None
 
     def wait(self, lane: Lane, in_flight: list[Pending]) -> None:

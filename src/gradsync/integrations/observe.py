@@ -74,10 +74,10 @@ def observe(
         trace: The folder for the trace; None: that of GRADSYNC_TRACE, if there is one, else no trace.
         guard: Whether replicas are compared; see `Guard`. It can only tell: what DDP has averaged is averaged.
     """
-    folder, guard, entries = _look_at(ddp, trace, guard)
+    folder, guard, entries = _check_arguments(ddp, trace, guard)
     try:
         patience_s = _CALLED_S if guard.timeout is None else min(guard.timeout, _CALLED_S)
-        return together(ddp, folder, guard, entries, patience_s)
+        return observe_together(ddp, folder, guard, entries, patience_s)
     except (GradSyncError, RuntimeError, OSError) as error:
         say(f"{error}. This rank is observed alone: stats() tells of it, without a trace and without comparison")
         return Observer(ddp, entries, guard, None)
@@ -85,11 +85,11 @@ def observe(
 
 def observe_all_or_none(ddp: DistributedDataParallel) -> None:
     """With the trace of GRADSYNC_TRACE, or not at all."""
-    folder, guard, entries = _look_at(ddp, None, None)
-    together(ddp, folder, guard, entries, _UNASKED_S)  # the model's hooks keep it alive
+    folder, guard, entries = _check_arguments(ddp, None, None)
+    observe_together(ddp, folder, guard, entries, _UNASKED_S)  # the model's hooks keep it alive
 
 
-def together(
+def observe_together(
     ddp: DistributedDataParallel, folder: Path | None, guard: Guard, entries: list[Entry], patience_s: float
 ) -> Observer:
     """An observer that hears of the other ranks; raises if not all of them come."""
@@ -114,7 +114,7 @@ def together(
     return observer
 
 
-def _look_at(
+def _check_arguments(
     ddp: DistributedDataParallel, trace: str | os.PathLike[str] | None, guard: Guard | None
 ) -> tuple[Path | None, Guard, list[Entry]]:
     if not isinstance(ddp, DistributedDataParallel):

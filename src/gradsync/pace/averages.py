@@ -83,19 +83,10 @@ def wait_mean(context: PaceContext, pending_mean: PendingMean, with_buffers: boo
         lane.wait(each)
     if with_buffers:
         context.buffers.finish(lane)
-    _record(context, pending_mean)
+    sent_nbytes, _ = context.sender.wire(pending_mean.flat_part.flat_buckets)
+    context.recorder.finish_collectives(pending_mean.number, pending_mean.in_flight, sent_nbytes)
     lane.at(Phase.COMPUTING)
     return headers
-
-
-def _record(context: PaceContext, pending_mean: PendingMean) -> None:
-    in_flight = pending_mean.in_flight
-    spans = [(pending.launched_at, pending.finished_at) for pending in in_flight if pending.finished_at]
-    nbytes, sent = (
-        sum(pending.nbytes for pending in in_flight),
-        context.sender.wire(pending_mean.flat_part.flat_buckets)[0],
-    )
-    context.recorder.finish_step(pending_mean.number, spans, nbytes, len(in_flight), None, sent)
 
 
 def wait_header(context: PaceContext, pending_mean: PendingMean) -> Headers:

@@ -27,10 +27,10 @@ from torch._C._distributed_c10d import (
 )
 
 from gradsync.torch_backend import collectives, tensor_forms
-from gradsync.torch_backend.collectives import Parts, Queue, TeamOperation
-from gradsync.torch_backend.device_backends import Devices
+from gradsync.torch_backend.collectives import Parts, TeamOperation, TeamQueue
+from gradsync.torch_backend.device_backends import DeviceBackends
 from gradsync.torch_backend.gloo_errors import GlooErrors, NamingWork
-from gradsync.torch_backend.works import Completer, Done, IntegerMean, SharedWork
+from gradsync.torch_backend.works import CompletedWork, Completer, IntegerMean, SharedWork
 from gradsync.transport.lane import Lane
 
 Tensors = list[torch.Tensor]
@@ -69,13 +69,13 @@ class GradsyncGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]  # the stubs know only the other way
         self._store = store
         self._inner = dist.ProcessGroup(store, rank, size)
-        self._devices = Devices(self, self._inner, store, gloo, timeout, nccl_options)
+        self._devices = DeviceBackends(self, self._inner, store, gloo, timeout, nccl_options)
         self._gloo = gloo
         self._lane = lane
         self._gloo_errors = GlooErrors(lane) if lane is not None else None
-        self._queue: Queue | None = None
+        self._queue: TeamQueue | None = None
         if lane is not None and lane.one_host and lane.team is not None:
-            self._queue = Queue(lane, lane.team)
+            self._queue = TeamQueue(lane, lane.team)
             self._completer = Completer(lane.hire())
 
     # Sums
@@ -99,13 +99,13 @@ class GradsyncGroup(dist.ProcessGroup):
             return self._share(self._queue, made, tensors, opts)
         return self._hand_on(name, (tensors, opts), {})
 
-    def _share(self, queue: Queue, made: list[TeamOperation], results: list[torch.Tensor], opts: Any) -> dist.Work:
+    def _share(self, queue: TeamQueue, made: list[TeamOperation], results: list[torch.Tensor], opts: Any) -> dist.Work:
         """In shared memory."""
         asked = opts.timeout.total_seconds()
         limit = asked if asked > 0 else self._limit
         if not opts.asyncOp:
             queue.now(made, limit)
-            return Done(results)
+            return CompletedWork(results)
         return SharedWork(queue, self._completer, made, results, limit)
 
     # Parts: what FSDP sends

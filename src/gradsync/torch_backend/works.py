@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.autograd import Variable
 
 from gradsync.errors import SyncTimeout
-from gradsync.torch_backend.collectives import Queue, TeamOperation
+from gradsync.torch_backend.collectives import TeamOperation, TeamQueue
 from gradsync.transport.awake_clock import Awake
 from gradsync.transport.lane_thread import LaneThread
 from gradsync.transport.pending import Errand
@@ -79,7 +79,7 @@ class WrappedWork(dist.Work):
         self._work.block_current_stream()
 
 
-class Done(dist.Work):
+class CompletedWork(dist.Work):
     """What was done before its work was handed back."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -114,7 +114,7 @@ class SharedWork(dist.Work):
 
     def __init__(
         self,
-        queue: Queue,
+        queue: TeamQueue,
         completer: Completer,
         calls: Sequence[TeamOperation],
         tensors: Sequence[torch.Tensor],
@@ -130,7 +130,7 @@ class SharedWork(dist.Work):
         self._lock = threading.Lock()  # whoever comes first settles, the others learn how it went
         self._settled = False
         self._error: BaseException | None = None
-        self._told = False
+        self._future_completed = False
         self._bare = torch.futures.Future[Any]()
         self._future: torch.futures.Future[Any] | None = None
 
@@ -145,7 +145,7 @@ class SharedWork(dist.Work):
         finally:
             self._lock.release()
         if self._future is not None:
-            self._tell(self._future)
+            self._complete_future(self._future)
         if self._error is not None:
             raise self._error
         return True
@@ -201,9 +201,9 @@ class SharedWork(dist.Work):
         with contextlib.suppress(RuntimeError):
             self.wait()
 
-    def _tell(self, future: torch.futures.Future[Any]) -> None:
+    def _complete_future(self, future: torch.futures.Future[Any]) -> None:
         with self._lock:
-            mine, self._told = not self._told, True
+            mine, self._future_completed = not self._future_completed, True
         if mine:
             self._bare.set_result(self._tensors if self._error is None else self._error)
         else:

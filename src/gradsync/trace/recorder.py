@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Protocol
 
 import torch
 
@@ -28,6 +29,14 @@ class StepRecord:
     held_up_by: str | None = None  # the parameter for which full buckets had to wait
     waited: tuple[Moment, Moment] | None = None  # when it began to wait, and stopped
     device: tuple[torch.cuda.Event, torch.cuda.Event] | None = field(default=None, repr=False)
+
+
+class Collective(Protocol):
+    """A collective that has ended, by the host's monotonic clock; `finished_at` is 0 where nobody was told."""
+
+    nbytes: int
+    launched_at: float
+    finished_at: float
 
 
 class Recorder:
@@ -86,6 +95,11 @@ class Recorder:
         self._wait_start = None
         self.count += 1
         self._on_record(record)
+
+    def finish_collectives(self, step: int, in_flight: Sequence[Collective], sent_nbytes: int = 0) -> None:
+        """What these carried is averaged: close the record."""
+        spans = [(each.launched_at, each.finished_at) for each in in_flight if each.finished_at]
+        self.finish_step(step, spans, sum(each.nbytes for each in in_flight), len(in_flight), None, sent_nbytes)
 
     def records(self) -> list[StepRecord]:
         """The last steps, oldest first; times on a device are filled in where they are known."""
