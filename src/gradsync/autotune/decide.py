@@ -32,7 +32,7 @@ from gradsync.units import show_seconds
 
 
 def say(sentence: str) -> None:
-    """In one write: the ranks of all hosts often share one terminal."""
+    """Write a line to stderr in one write: the ranks of all hosts often share one terminal."""
     sys.stderr.write(f"gradsync: {sentence}\n")
     sys.stderr.flush()
 
@@ -50,7 +50,7 @@ def describe_choice(chosen: Prediction, default: Prediction, step: int, calibrat
 
 
 def describe_miss(measured_s: float, predicted_s: float, step: int, steps: int) -> str:
-    """That the prediction did not hold, and what follows."""
+    """A sentence: the prediction did not hold, and what follows."""
     off, measured, predicted = 100 * (measured_s / predicted_s - 1), show_seconds(measured_s), show_seconds(predicted_s)
     return (
         f"auto measured {measured} a step at step {step} where {predicted} were predicted ({off:+.0f} %): "

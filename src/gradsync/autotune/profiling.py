@@ -199,11 +199,11 @@ def spread(seconds: Sequence[float]) -> float | None:
 
 
 def _median(values: Iterable[float]) -> float:
-    """Of those that are numbers."""
+    """The median of those that are numbers."""
     known = [value for value in values if not math.isnan(value)]
     return median(known) if known else math.nan
 
 
 def devices_of(entries: Iterable[Entry]) -> set[torch.device]:
-    """Where the parameters are."""
+    """The devices of the parameters."""
     return {entry.param.device for entry in entries}

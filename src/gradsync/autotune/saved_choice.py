@@ -23,7 +23,7 @@ class SavedChoice(NamedTuple):
 
 
 def flatten(chosen: SavedChoice | None) -> dict[str, torch.Tensor]:
-    """As savers take it; None: nothing was chosen yet.
+    """A choice as savers take it; None: nothing was chosen yet.
 
     >>> flatten(None)["gradsync.auto"].shape
     torch.Size([1024])

@@ -35,7 +35,7 @@ class StepClock(Protocol):
 
 
 class HostClock:
-    """The host's own."""
+    """The host's own clock."""
 
     def now(self) -> float:
         return time.perf_counter()
@@ -51,7 +51,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Of a GPU, which runs behind the host."""
+    """The clock of a GPU, which runs behind the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -79,7 +79,7 @@ def clock_for(devices: Iterable[torch.device]) -> StepClock:
 
 
 class Timestamp(NamedTuple):
-    """Where one part of a step ends and the next begins."""
+    """The time at which one part of a step ends and the next begins."""
 
     moment: Moment
     queued_s: float  # how long this thread had waited for a core until then

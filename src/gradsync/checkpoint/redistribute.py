@@ -55,7 +55,7 @@ class StateMove(NamedTuple):
 
 
 class Redistribution(NamedTuple):
-    """Who takes on which part."""
+    """Says who takes on which part."""
 
     moves: list[StateMove]
     lost: list[int]  # old ranks whose part nobody brings
@@ -122,7 +122,7 @@ def check_summaries(summaries: Sequence[StateSummary], lane: Lane, refusal: Exce
 
 
 def _distinct_states(summaries: Sequence[StateSummary], lane: Lane) -> Iterator[str]:
-    """Who brings which state."""
+    """Each state once, and who brings it."""
     kinds: dict[str, list[int]] = {}
     for rank, summary in enumerate(summaries):
         if summary.digest is not None:
@@ -133,7 +133,7 @@ def _distinct_states(summaries: Sequence[StateSummary], lane: Lane) -> Iterator[
 
 
 def assign(summaries: Sequence[StateSummary]) -> Redistribution:
-    """Who takes on which old rank's part: the rank old % new, or if that one compresses nothing, one that does.
+    """Says who takes on which old rank's part: the rank old % new, or if that one compresses nothing, one that does.
 
     >>> first = StateSummary(None, "a", 9, 3, {"0": 1, "2": 1}, False, 1)
     >>> assign([first, StateSummary(None, "a", 9, 3, {"0": 1}, False, 1)])[:2]
@@ -188,7 +188,7 @@ def collect_states(
 
 
 def gather(lane: Lane, shared: State, own: State) -> State:
-    """On rank 0 what is shared and every rank's own, in host memory; nothing on the others."""
+    """Bring to rank 0 what is shared and every rank's own, in host memory; the others get nothing."""
     if lane.groups.rank:
         _send(lane, own, 0)
         return {}
@@ -199,7 +199,7 @@ def gather(lane: Lane, shared: State, own: State) -> State:
 
 
 def _send(lane: Lane, state: State, to: int) -> None:
-    """Its table as JSON, then each tensor's bytes."""
+    """Send a state: its table as JSON, then each tensor's bytes."""
     table = [(key, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for key, tensor in state.items()]
     text = torch.frombuffer(bytearray(json.dumps(table).encode()), dtype=torch.uint8)
     control = lane.groups.control
@@ -231,5 +231,5 @@ def _run(lane: Lane, issue: Callable[[torch.Tensor, int, int], dist.Work], messa
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Its memory, as bytes."""
+    """A tensor's memory, as bytes."""
     return tensor.contiguous().view(-1).view(torch.uint8)

@@ -121,7 +121,7 @@ def describe_values(what: str, lane: Lane, difference: Difference, values: list[
 
 
 def _first_element(lane: Lane, tensor: torch.Tensor) -> tuple[int, list[str]]:
-    """Where ranks differ first, and each one's value there."""
+    """The first element in which ranks differ, and each one's value there."""
     flat = tensor.detach().reshape(-1)
     low, high = 0, flat.numel()
     while high - low > _FEW:

@@ -22,7 +22,7 @@ _VALUE_NBYTES = 8  # what a plain value counts for
 
 
 class ReplicaTensor(NamedTuple):
-    """One of them."""
+    """A tensor or a plain value that all replicas hold alike."""
 
     name: str  # for people, and by which ranks compare
     parameter: str | None  # whose it is
@@ -42,7 +42,7 @@ class ReplicaTensor(NamedTuple):
 
     @property
     def form(self) -> str:
-        """What it is, without its values: equal forms have equally many elements.
+        """The kind of value without its elements: equal forms have equally many.
 
         Plain values are their own form.
         """
@@ -52,7 +52,7 @@ class ReplicaTensor(NamedTuple):
         return repr(value)
 
     def digest(self) -> int:
-        """Of the whole."""
+        """The digest of the whole."""
         value = self.value
         return digest(value) if isinstance(value, torch.Tensor) else zlib.crc32(repr(value).encode())
 
@@ -77,7 +77,7 @@ class Piece(NamedTuple):
 
 
 def replica_tensors_of(entries: Sequence[Entry], optimizers: Sequence[Optimizer]) -> list[ReplicaTensor]:
-    """All of them, in an order that is the same on every rank; what may be the cause of the rest comes first."""
+    """What a replica holds, in an order that is equal on every rank; what may be the cause of the rest comes first."""
     titles = [
         type(optimizer).__name__ + (f" {number}" if len(optimizers) > 1 else "")
         for number, optimizer in enumerate(optimizers)

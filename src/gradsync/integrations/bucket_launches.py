@@ -1,4 +1,4 @@
-"""When each bucket of DDP left, told from outside: as soon as the last of its gradients is there, and those before it.
+"""A bucket of DDP leaves, seen from outside, as soon as the last of its gradients is there, and the buckets before it.
 
     gradient    5   4 │ 3   2 │ 1   0
     bucket          0 └ leaves  1 └ leaves    in their order: a full one waits for those before it

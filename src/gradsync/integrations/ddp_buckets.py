@@ -63,7 +63,7 @@ class DDPBucket:
 
 
 def make_ddp_bucket(items: list[Item], choose: Choose, indices: list[int], allocate: Allocate) -> DDPBucket:
-    """For a bucket with these items, which lie without a gap; every rank makes it at once.
+    """Make what a bucket with these items, which lie without a gap, travels in; every rank does so at once.
 
     `indices` are free for its flat buckets: as many as it has items are enough.
     """
@@ -109,7 +109,7 @@ class DDPBuckets:
         return self._ddp_buckets.get(tuple(map(id, bucket.parameters())))
 
     def make(self, bucket: GradBucket) -> DDPBucket:
-        """For a new bucket. Nothing may be under way: other threads look through the memory that grows."""
+        """Make what a new bucket travels in. Nothing may be under way: threads look through the memory that grows."""
         buffer, params = bucket.buffer(), bucket.parameters()
         # DDP may have buckets of another dtype than the parameters'.
         items = [
@@ -149,7 +149,7 @@ class DDPBuckets:
         return entry.name
 
     def _placeholder(self, entry: Entry) -> FlatBucket:
-        """For a parameter whose bucket is not known yet."""
+        """A flat bucket of a parameter whose own is not known yet."""
         item = item_in_bucket(entry.name, entry.param)
         nothing = torch.empty(0, dtype=item.dtype, device=item.device)
         return FlatBucket(-1, nothing, [item], self._sender.choose(item.param))

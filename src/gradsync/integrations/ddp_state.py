@@ -116,7 +116,7 @@ class DDPState:
         return self._ddp_buckets.make(bucket)
 
     def _finish_after_backward(self) -> None:
-        """See [Who waits]."""
+        """Have the end of backward finish the step, or finish it here: see [Who waits]."""
         ddp = self._ddp()
         if in_backward() and not (ddp is not None and ddp.static_graph):
             queue_callback(self._finish)

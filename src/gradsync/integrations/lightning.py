@@ -82,7 +82,7 @@ class GradSyncStrategy(StatefulStrategy):
     # A fit begins and ends
 
     def configure_ddp(self) -> None:
-        """Where Lightning wraps the model: it stays as it is."""
+        """Leave the model as it is, where Lightning would wrap it."""
 
     def setup(self, trainer: pl.Trainer) -> None:
         if type(self._layer_sync) is TorchSyncBatchNorm and self.root_device.type == "cpu":  # sync_batchnorm=True

@@ -56,7 +56,7 @@ class StatefulStrategy(DDPStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _state(self) -> dict[str, torch.Tensor] | None:
-        """See [Who is there when a checkpoint is written]."""
+        """The state of all ranks, or of this one: see [Who is there when a checkpoint is written]."""
         if self.sync is None or not self._attached:
             return self._left
         assert self.lightning_module is not None

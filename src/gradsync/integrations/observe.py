@@ -84,7 +84,7 @@ def observe(
 
 
 def observe_all_or_none(ddp: DistributedDataParallel) -> None:
-    """With the trace of GRADSYNC_TRACE, or not at all."""
+    """Observe with the trace of GRADSYNC_TRACE, or not at all."""
     folder, guard, entries = _check_arguments(ddp, None, None)
     observe_together(ddp, folder, guard, entries, _UNASKED_S)  # the model's hooks keep it alive
 

@@ -74,7 +74,7 @@ class ObserverChecks:
             self._optimizers.append(optimizer)
 
     def count_nonfinite(self, entry: Entry, grad: torch.Tensor | None) -> None:
-        """Before it is averaged: how many NaN are in it? Nobody waits for the answer here."""
+        """Count NaN and Inf in a gradient before it is averaged. Nobody waits for the answer here."""
         if grad is not None:
             values = grad.detach()._values() if grad.is_sparse else grad.detach()
             self._num_bad.append((entry.index, values.isfinite().logical_not_().sum()))

@@ -50,7 +50,7 @@ P = ParamSpec("P")
 
 
 def _harmless(method: Callable[Concatenate[Observer, P], None]) -> Callable[Concatenate[Observer, P], None]:
-    """What it raises ends the observer, not the training: see [Nothing of DDP is touched]."""
+    """Let what a method raises end the observer, not the training: see [Nothing of DDP is touched]."""
 
     @functools.wraps(method)
     def call(self: Observer, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -114,7 +114,7 @@ class Observer:
     # What a user asks
 
     def data(self, batches: Iterable[T]) -> Iterator[T]:
-        """The same batches; with a trace, the time that each takes to come is known exactly as the step's input."""
+        """These batches; with a trace, the time that each takes to come is known exactly as the step's input."""
         return iter(batches) if self._tracing is None else self._tracing.tracer.data(batches)
 
     def stats(self) -> dict[str, float | int | str | None]:
@@ -180,7 +180,7 @@ class Observer:
 
     @_harmless
     def _computed(self) -> None:
-        """See [Two callbacks]."""
+        """This rank has computed all of its gradients: see [Two callbacks]."""
         self._in_backward = False
         if not self._fired:  # torch.autograd.grad: no gradient was accumulated
             return
@@ -217,7 +217,7 @@ class Observer:
                 bucket.waited(self._computed_at, averaged_at)
 
     def _sent(self, nbytes: int) -> int:
-        """On a network: what a ring sends, which is how gloo and NCCL sum large buckets; NCCL needs none in a host."""
+        """Bytes on a network: what a ring sends, as gloo and NCCL sum large buckets; NCCL needs none in a host."""
         if not self._uses_sockets and (self._lane is None or self._lane.one_host):
             return 0
         return round(2 * (self._size - 1) / self._size * nbytes)

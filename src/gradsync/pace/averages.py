@@ -137,7 +137,7 @@ _COUNTS, _DROPPED = -1, -2  # otherwise: the number of the parameter because of 
 
 
 class Average:
-    """Of all gradients of one backward."""
+    """The average of all gradients of one backward."""
 
     def __init__(self, views: list[torch.Tensor], scale: float, pending_mean: PendingMean | None = None) -> None:
         self.views = views
@@ -180,7 +180,7 @@ class Average:
             self.views = [view.clone() for view in self.views]
 
     def rescale(self, scale: float) -> None:
-        """As if the gradients had been made with this scale."""
+        """Scale it as if the gradients had been made with this scale."""
         if scale != self.scale:
             torch._foreach_mul_(self.views, scale / self.scale)
             self.scale = scale
@@ -221,7 +221,7 @@ def _check_scales(headers: Headers, context: PaceContext) -> None:
 
 
 def _overflow(flat_part: FlatPart, context: PaceContext) -> int:
-    """Where compression made a NaN or Inf of finite gradients, or -1."""
+    """The number of the parameter in which compression made a NaN or Inf of finite gradients, or -1."""
     if context.guard.nonfinite == "allow":
         return -1
     coded = [flat_bucket for flat_bucket in flat_part.flat_buckets if flat_bucket.choice.codec is not None]

@@ -97,7 +97,7 @@ class DiLoCoPace(AfterStep):
         return False
 
     def _meet(self) -> None:
-        """Before fragments travel in another order than the clock's: in different calls their sizes would differ."""
+        """Meet before fragments travel in another order than the clock's: in other calls their sizes would differ."""
         lane = self._context.lane
         heads = meet(lane, Call.DRAIN, self._context.num_marks, self._clock.to_bytes(8, "little"))
         clocks = [int.from_bytes(head.digest, "little") for head in heads]

@@ -102,7 +102,7 @@ class Fragment:
         self.synchronized_at = self.equal_at = clock
 
     def state(self, in_flight: bool) -> State:
-        """Its tensors, by parameter; with `in_flight` also what is back, zeros if nothing is."""
+        """The fragment's tensors, by parameter; with `in_flight` also what is back, zeros if nothing is."""
         self.wait()
         state: State = {}
         for i, (name, view) in enumerate(zip(self.flat_set.names, self.flat_set.flat_parts[0].views, strict=True)):
@@ -127,7 +127,7 @@ class Fragment:
 
 
 def cut(nbytes: Sequence[int], num_parts: int) -> list[range]:
-    """Where a row of tensors of these sizes falls into parts that follow each other and are about equally large.
+    """Cut a row of tensors of these sizes into parts that follow each other and are about equally large.
 
     None is empty as long as there are tensors.
 

@@ -62,7 +62,7 @@ from gradsync.transport.lane import Lane
 
 
 class Neighbours(NamedTuple):
-    """Of one rank in one round, by index in the group."""
+    """The neighbours of one rank in one round, by index in the group."""
 
     receiver: int  # gets half of what we hold
     sender: int  # gives us half of what it holds
@@ -74,7 +74,7 @@ class Neighbours(NamedTuple):
 
 
 def neighbours(topology: Topology, rank: int, size: int, number: int) -> Neighbours:
-    """Those of `rank` in the round with this number, among at least two ranks.
+    """The neighbours of `rank` in the round with this number, among at least two ranks.
 
     >>> neighbours("ring", 0, 8, number=5)
     Neighbours(receiver=1, sender=7)
@@ -179,7 +179,7 @@ class GossipPace(AfterStep):
         return not self._alone and self._clock % self._pace.every == 0
 
     def before_meeting(self, call: Call) -> None:
-        """See [Neighbours first]."""
+        """Tell the neighbours first: see [Neighbours first]."""
         if self._due:
             self._act()
         if not self._alone:

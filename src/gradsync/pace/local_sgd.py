@@ -43,7 +43,7 @@ def average_optimizers(context: PaceContext) -> None:
 
 
 def _tensors(context: PaceContext) -> dict[tuple[int, str, str], torch.Tensor]:
-    """By optimizer, parameter and key, in one order on every rank; parameters that we leave alone have no name."""
+    """The state by optimizer, parameter and key, in one order on every rank; parameters left alone have no name."""
     names = {id(param): name for name, param in context.parameters}
     found = {}
     for number, optimizer in enumerate(context.optimizers):
@@ -145,7 +145,7 @@ class LocalSGDPace(AfterStep):
             self._due.set()
 
     def _restart_from_mean(self) -> None:
-        """From the mean of what the ranks have loaded."""
+        """Begin anew from the mean of what the ranks have loaded."""
         self._trained.level()
         self.reset()
 

@@ -85,7 +85,7 @@ class ModelProfile:
 
     @property
     def nbytes(self) -> int:
-        """Of all gradients."""
+        """What all gradients take."""
         return sum(gradient.nbytes for gradient in self.gradients)
 
     @property

@@ -61,7 +61,7 @@ def recommend(
 
 
 def pick(found: Sequence[Prediction]) -> Prediction:
-    """Of predictions, the default's among them: what changes least of what is fast enough."""
+    """The prediction that changes least, of those fast enough; the default's is among them."""
     best = default = next(each for each in found if each.plan == Plan())
     ranked = sorted(found, key=lambda each: each.exposed_s)
     for kind, worth in _WORTH_IT:
@@ -74,7 +74,7 @@ def pick(found: Sequence[Prediction]) -> Prediction:
 
 
 def plainest(one: Prediction, found: Iterable[Prediction]) -> Prediction:
-    """The same compressor and pace with the fewest things said beside, if that is about as fast."""
+    """The plan with this one's compressor and pace that says least beside, if it is about as fast."""
     alike = [each for each in found if (each.plan.compress, each.plan.pace) == (one.plan.compress, one.plan.pace)]
     as_fast = [each for each in alike if each.exposed_s - one.exposed_s <= SAME * one.step_s]
     return min(as_fast, key=lambda each: _num_said(each.plan), default=one)

@@ -115,7 +115,7 @@ def all_gather(team: Team, parts: Parts, mine: torch.Tensor) -> TeamOperation:
 
 
 def _room_for(outputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Callable[[], None]]:
-    """Where the results can be written in one go, and what brings them to their places."""
+    """Memory in which the results can be written in one go, and what brings them to their places."""
     if all(output.is_contiguous() for output in outputs):
         return list(outputs), _nothing
     flats = [torch.empty(output.shape, dtype=output.dtype, device=output.device) for output in outputs]

@@ -100,7 +100,7 @@ class GradsyncGroup(dist.ProcessGroup):
         return self._hand_on(name, (tensors, opts), {})
 
     def _share(self, queue: TeamQueue, made: list[TeamOperation], results: list[torch.Tensor], opts: Any) -> dist.Work:
-        """In shared memory."""
+        """Do these in shared memory, at once or as a work."""
         asked = opts.timeout.total_seconds()
         limit = asked if asked > 0 else self._limit
         if not opts.asyncOp:
@@ -208,7 +208,7 @@ def _handed_on(name: str) -> Callable[..., Any]:
 
 
 def _gathered(name: str) -> Callable[..., Any]:
-    """Of one tensor, or of a list of them."""
+    """A collective of one tensor, or of a list of them."""
 
     def collective(self: GradsyncGroup, outputs: Any, inputs: Any, opts: Any = None, **others: Any) -> dist.Work:
         args = (outputs, inputs) if opts is None else (outputs, inputs, opts)
@@ -222,7 +222,7 @@ def _gathered(name: str) -> Callable[..., Any]:
 
 
 def _scattered(name: str) -> Callable[..., Any]:
-    """Of one tensor, or of a list of them."""
+    """A collective of one tensor, or of a list of them."""
 
     def collective(self: GradsyncGroup, outputs: Any, inputs: Any, opts: Any = None, **others: Any) -> dist.Work:
         args = (outputs, inputs) if opts is None else (outputs, inputs, opts)
@@ -247,7 +247,7 @@ for _names, _make in ((_HANDED_ON, _handed_on), (_GATHERED, _gathered), (_SCATTE
 def monitored_barrier(
     group: dist.ProcessGroup | None = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """As torch's own, which refuses every backend that is not called gloo; other groups get torch's own."""
+    """Torch's own refuses every backend that is not called gloo; other groups than ours get torch's own."""
     chosen = dist.group.WORLD if group is None else group
     if not isinstance(chosen, GradsyncGroup):
         torch_barrier(group, timeout, wait_all_ranks)

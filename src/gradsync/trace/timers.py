@@ -79,7 +79,7 @@ class DeviceTimer:
 
 
 def timer_for(devices: set[torch.device]) -> Timer:
-    """That of the one GPU that these are; with several, or none, the host's."""
+    """The timer of the one GPU that these are; with several, or none, the host's."""
     first, *others = sorted(devices, key=str) or [torch.device("cpu")]
     return DeviceTimer(first) if first.type == "cuda" and not others else HostTimer()
 

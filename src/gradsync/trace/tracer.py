@@ -132,7 +132,7 @@ class Tracer:
         self._open.exact_input = True
 
     def data(self, batches: Iterable[T]) -> Iterator[T]:
-        """The same batches, each with the time that it took to come."""
+        """These batches, each with the time that it took to come."""
         source = iter(batches)
         while True:
             begun = self.input_begins()

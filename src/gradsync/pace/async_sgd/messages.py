@@ -119,7 +119,7 @@ class Answer(NamedTuple):
 
 
 class Inbox:
-    """Where the answers of all owners to one question meet.
+    """The answers of all owners to one question.
 
     The training thread asks and waits here; the owners' answers are put in, on any thread.
     """
@@ -130,7 +130,7 @@ class Inbox:
         self._arrived = threading.Condition()
 
     def empty(self) -> None:
-        """Before a question is asked."""
+        """Forget the answers to the question before."""
         with self._arrived:
             self._answers.clear()
 

@@ -118,7 +118,7 @@ class Owner:
             self._last_read = [self._shard.packed()] * len(self._last_read)
 
     def stragglers(self) -> list[int]:
-        """Who the others wait for, as far as this owner knows."""
+        """The workers that the others wait for, as far as this owner knows."""
         with self._lock:
             if self._drained:
                 return [worker for worker in range(self._size) if worker not in self._drained]
@@ -139,7 +139,7 @@ class Owner:
             return self._shard.state(clock)
 
     def load(self, state: Mapping[str, torch.Tensor]) -> int:
-        """Before a drain, which brings it to all; the clock it was saved at."""
+        """Take over a state before a drain, which brings it to all; returns the clock it was saved at."""
         with self._lock:
             return self._shard.load(state)
 
@@ -172,7 +172,7 @@ class Owner:
         self._shard.update([_divided(g, self._clocks.num_live) for g in gradients], lr_scale)
 
     def _compensated(self, worker: int, gradients: Gradients, factor: float) -> Gradients:
-        """See [Compensation]."""
+        """The gradients corrected to first order: see [Compensation]."""
         payloads = (self._last_read[worker], self._shard.packed())
         then, now = (unpack(payload, self._shard.masters) for payload in payloads)
         return [
@@ -192,7 +192,7 @@ def _divided(gradient: torch.Tensor | None, by: int) -> torch.Tensor | None:
 
 
 def _sum(column: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """In order; None if nobody used the parameter."""
+    """The sum in this order; None if nobody used the parameter."""
     total: torch.Tensor | None = None
     for gradient in column:
         if gradient is not None:

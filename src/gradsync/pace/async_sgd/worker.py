@@ -123,7 +123,7 @@ class AsyncWorker:
             self._owner.leave(self._rank)
 
     def stats(self) -> dict[str, float | int | str | None]:
-        """Of this worker: clock, distance and waits. Of its shard: version and staleness."""
+        """This worker's clock, distance and waits, and its shard's version and staleness."""
         return {
             "clock": self.clock,
             "clock_distance_max": self._distance,
