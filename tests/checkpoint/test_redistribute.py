@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradsync.checkpoint.format import Arrangement, RankState, SavedRunState, SharedState, flatten, read, shorten
+from gradsync.checkpoint.format import Arrangement, OwnState, SavedRunState, SharedState, flatten, read, shorten
 from gradsync.checkpoint.redistribute import StateSummary, assign
 
 
@@ -23,7 +23,7 @@ def test_shapes_say_nothing_of_values() -> None:
 def test_reading_undoes_flattening() -> None:
     shapes = {"a.weight": (2, 3), "b": (1,)}
     shared = SharedState(7, 3, 0.5, 2, shorten("x" * 1000), Arrangement(["b", "a.weight"], ["b"], True))
-    part = RankState({"a.weight": torch.rand(2, 3)}, {"b": torch.rand(1)}, 1, (2.5, 0.5, 7.0, 2.0))
+    part = OwnState({"a.weight": torch.rand(2, 3)}, {"b": torch.rand(1)}, 1, (2.5, 0.5, 7.0, 2.0))
     again = read(flatten(SavedRunState(shared, {"a.weight": torch.rand(3, 2)}, {2: part})), shapes)
     assert again is not None
     assert again.shared == shared

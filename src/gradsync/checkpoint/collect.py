@@ -12,7 +12,7 @@ import torch
 from gradsync.agreement.calls import Call
 from gradsync.agreement.header import Flag
 from gradsync.checkpoint.format import (
-    RankState,
+    OwnState,
     SavedRunState,
     SharedState,
     State,
@@ -94,7 +94,7 @@ class StateCollector:
         weighed = None if by_hand else self._synchronization.weighting.state()
         num_hidden = len(held.hidden) + held.num_shown
         aborted = self._steps.aborted.spoiled if held.backwards else 0
-        part = RankState(kept.residuals, held.hidden, num_hidden, weighed, pace.own, int(aborted))
+        part = OwnState(kept.residuals, held.hidden, num_hidden, weighed, pace.own, int(aborted))
         mark = {f"{self._kind}.apart": torch.tensor(int(self._pace.replicas_differ), device="cpu")}
         stored = pace.shared if self._pace.engine_averages else pace.shared | mark
         return SavedRunState(shared, kept.factors, {self._lane.groups.rank: part}, stored)

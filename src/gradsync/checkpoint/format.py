@@ -73,7 +73,7 @@ def shorten(recipe: str) -> str:
     return f"{recipe[: _RECIPE_LENGTH - 36]}... {digest}"
 
 
-class RankState(NamedTuple):
+class OwnState(NamedTuple):
     """What one rank alone has."""
 
     residuals: State
@@ -94,7 +94,7 @@ class SavedRunState(NamedTuple):
 
     shared: SharedState
     factors: State
-    parts: dict[int, RankState]
+    parts: dict[int, OwnState]
     pace: State = {}  # noqa: RUF012  # what the pace stores, equal on all ranks
 
 
@@ -102,7 +102,7 @@ def flatten(saved: SavedRunState) -> State:
     """The state as savers take it.
 
     >>> shared = SharedState(41, 2, 1.0, 0, "int8", Arrangement(["bias", "weight"], [], True))
-    >>> state = flatten(SavedRunState(shared, {}, {1: RankState({"weight": torch.zeros(2, 3)}, {}, 0)}))
+    >>> state = flatten(SavedRunState(shared, {}, {1: OwnState({"weight": torch.zeros(2, 3)}, {}, 0)}))
     >>> [key.removeprefix("gradsync.rank1.") for key in state if "rank" in key]
     ['step', 'num_hidden', 'num_residuals', 'weight', 'residual.weight']
     """
@@ -131,7 +131,7 @@ def flatten_shared(saved: SavedRunState) -> State:
     }
 
 
-def flatten_part(rank: int, part: RankState, step: int) -> State:
+def flatten_part(rank: int, part: OwnState, step: int) -> State:
     """What this rank alone has."""
     state = {
         "step": torch.tensor(step, device="cpu"),
@@ -200,7 +200,7 @@ def _read_shared(state: Mapping[str, torch.Tensor]) -> SharedState:
     )
 
 
-def read_parts(state: Mapping[str, torch.Tensor], shapes: Shapes) -> dict[int, RankState]:
+def read_parts(state: Mapping[str, torch.Tensor], shapes: Shapes) -> dict[int, OwnState]:
     """What each rank alone has, of those in this dict."""
     found: dict[int, dict[str, State]] = {}
     for key, tensor in state.items():
@@ -210,7 +210,7 @@ def read_parts(state: Mapping[str, torch.Tensor], shapes: Shapes) -> dict[int, R
     return {rank: _read_part(found[rank], shapes) for rank in sorted(found)}
 
 
-def _read_part(kinds: dict[str, State], shapes: Shapes) -> RankState:
+def _read_part(kinds: dict[str, State], shapes: Shapes) -> OwnState:
     residuals, hidden = kinds.get("residual", {}), dict(kinds.get("hidden", {}))
     for name, residual in residuals.items():
         if tuple(residual.shape) != tuple(shapes.get(name, ())):
@@ -232,18 +232,18 @@ def _read_part(kinds: dict[str, State], shapes: Shapes) -> RankState:
     weight = tuple(kinds["weight"][""].reshape(-1).tolist()) if "weight" in kinds else None
     num_hidden = int(kinds["num_hidden"][""]) if "num_hidden" in kinds else 0
     aborted = int(kinds["aborted"][""]) if "aborted" in kinds else 0
-    return RankState(residuals, hidden, num_hidden, weight, kinds.get("pace", {}), aborted)
+    return OwnState(residuals, hidden, num_hidden, weight, kinds.get("pace", {}), aborted)
 
 
-def add_up(parts: Iterable[RankState]) -> State:
+def add_up(parts: Iterable[OwnState]) -> State:
     """The residuals of several ranks as those of one, which then answers for all of them.
 
     Nothing is scaled, whatever the number of ranks was and is: a bucket carries a rank's share of the mean,
     w·g/(n·k·u), so a residual was divided by the old n when it was a gradient. What the mean is still owed is the sum
     of residuals, over however many ranks. With combine="sum" nothing was divided, and the same holds.
 
-    >>> one = RankState({"weight": torch.ones(2)}, {}, 0)
-    >>> add_up([one, RankState({"weight": torch.ones(2), "bias": torch.ones(1)}, {}, 0)])
+    >>> one = OwnState({"weight": torch.ones(2)}, {}, 0)
+    >>> add_up([one, OwnState({"weight": torch.ones(2), "bias": torch.ones(1)}, {}, 0)])
     {'weight': tensor([2., 2.]), 'bias': tensor([1.])}
     """
     total: State = {}

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsync.checkpoint.format import (
     Arrangement,
-    RankState,
+    OwnState,
     SavedRunState,
     SharedState,
     State,
@@ -178,7 +178,7 @@ class DDPState:
         # DDP learns its own order anew in every run.
         arrangement = Arrangement(list(reversed(self._shapes)), [], learned=False)
         shared = SharedState(self._lane.step, size, 1.0, 0, self._recipe, arrangement)
-        return SavedRunState(shared, kept.factors, {self._lane.groups.rank: RankState(kept.residuals, {}, 0)})
+        return SavedRunState(shared, kept.factors, {self._lane.groups.rank: OwnState(kept.residuals, {}, 0)})
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Continue from `state_dict()`; every rank calls it, between two steps, with what it has: its own, or all."""

@@ -31,7 +31,7 @@ class StepRecord:
     device: tuple[torch.cuda.Event, torch.cuda.Event] | None = field(default=None, repr=False)
 
 
-class Collective(Protocol):
+class TimedCollective(Protocol):
     """A collective that has ended, by the host's monotonic clock; `finished_at` is 0 where nobody was told."""
 
     nbytes: int
@@ -96,7 +96,7 @@ class Recorder:
         self.count += 1
         self._on_record(record)
 
-    def finish_collectives(self, step: int, in_flight: Sequence[Collective], sent_nbytes: int = 0) -> None:
+    def finish_collectives(self, step: int, in_flight: Sequence[TimedCollective], sent_nbytes: int = 0) -> None:
         """What these carried is averaged: close the record."""
         spans = [(each.launched_at, each.finished_at) for each in in_flight if each.finished_at]
         self.finish_step(step, spans, sum(each.nbytes for each in in_flight), len(in_flight), None, sent_nbytes)

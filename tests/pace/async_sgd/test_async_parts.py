@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradsync.errors import GradSyncError
-from gradsync.pace.async_sgd.messages import Answer, pack, unpack
+from gradsync.pace.async_sgd.messages import OwnerAnswer, pack, unpack
 from gradsync.pace.async_sgd.owner import Owner
 from gradsync.pace.async_sgd.shard import Shard, partition
 from gradsync.pace.async_sgd.staleness import Histogram
@@ -100,7 +100,7 @@ def owner_of(settings: AsyncSGD, workers: int = 2, start: float = 1.0) -> tuple[
     parameter = one(start)
     reads: dict[int, list[float]] = {worker: [] for worker in range(workers)}
 
-    def answer(worker: int, reply: Answer) -> None:
+    def answer(worker: int, reply: OwnerAnswer) -> None:
         value = unpack(reply.payload, [parameter])[0]
         assert value is not None
         reads[worker].append(value.item())

@@ -165,7 +165,7 @@ class Mail:
         return source, message, payload
 
     def _release(self, peer: int, heard: int) -> None:
-        """Let go of what was heard: see [Heard]. A work is waited for once: gloo counts, and a second wait never ends."""
+        """Let go of what was heard: see [Heard]. A work is waited for once: a second wait of gloo's never ends."""
         while (message := self._pop(peer, heard)) is not None:
             for work in message.works:
                 work.wait()

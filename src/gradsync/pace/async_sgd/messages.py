@@ -110,7 +110,7 @@ def unpack(payload: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Te
     return [next(views) if here else None for here in there]
 
 
-class Answer(NamedTuple):
+class OwnerAnswer(NamedTuple):
     """What an owner answers to PULL and DRAIN."""
 
     version: int
@@ -126,7 +126,7 @@ class Inbox:
 
     def __init__(self, num_owners: int) -> None:
         self._size = num_owners
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, OwnerAnswer] = {}
         self._arrived = threading.Condition()
 
     def empty(self) -> None:
@@ -134,7 +134,7 @@ class Inbox:
         with self._arrived:
             self._answers.clear()
 
-    def put(self, owner: int, answer: Answer) -> None:
+    def put(self, owner: int, answer: OwnerAnswer) -> None:
         with self._arrived:
             self._answers[owner] = answer
             self._arrived.notify_all()
@@ -149,7 +149,7 @@ class Inbox:
         with self._arrived:
             return [owner for owner in range(self._size) if owner not in self._answers]
 
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[OwnerAnswer]:
         """All answers, by owner."""
         with self._arrived:
             return [self._answers[owner] for owner in range(self._size)]

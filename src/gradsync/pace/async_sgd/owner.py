@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from gradsync.pace.async_sgd.messages import Answer, unpack
+from gradsync.pace.async_sgd.messages import OwnerAnswer, unpack
 from gradsync.pace.async_sgd.shard import Shard, State
 from gradsync.pace.async_sgd.staleness import Clocks, Histogram, staleness_bound
 from gradsync.plan.paces import AsyncSGD
@@ -47,7 +47,7 @@ class Owner:
     """One shard and all that is asked of it."""
 
     def __init__(
-        self, shard: Shard, num_workers: int, settings: AsyncSGD, answer: Callable[[int, Answer], None]
+        self, shard: Shard, num_workers: int, settings: AsyncSGD, answer: Callable[[int, OwnerAnswer], None]
     ) -> None:
         self._shard = shard
         self._size = num_workers
@@ -76,7 +76,7 @@ class Owner:
             self._advance()
 
     def pull(self, worker: int, clock: int) -> None:
-        """Answer as soon as the worker may read."""
+        """OwnerAnswer as soon as the worker may read."""
         with self._lock:
             self._readers[worker] = clock
             self._advance()
@@ -88,7 +88,7 @@ class Owner:
             self._advance()
 
     def drain(self, worker: int, clock: int, stays: bool) -> None:
-        """Answer all workers at once, when the last has asked and all they pushed is applied."""
+        """OwnerAnswer all workers at once, when the last has asked and all they pushed is applied."""
         with self._lock:
             self._drained[worker] = (clock, stays)
             if len(self._drained) < self._size:
@@ -184,7 +184,7 @@ class Owner:
         payload = self._shard.packed()
         if self._last_read:
             self._last_read[worker] = payload
-        self._answer(worker, Answer(self._shard.version, self._clocks.slowest, payload))
+        self._answer(worker, OwnerAnswer(self._shard.version, self._clocks.slowest, payload))
 
 
 def _divided(gradient: torch.Tensor | None, by: int) -> torch.Tensor | None:

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from gradsync.errors import GradSyncError
 from gradsync.pace.async_sgd.mail import Failure, Handler, Mail
-from gradsync.pace.async_sgd.messages import Answer, Inbox, MessageKind, ShardMessage, pack, unpack
+from gradsync.pace.async_sgd.messages import Inbox, MessageKind, OwnerAnswer, ShardMessage, pack, unpack
 from gradsync.pace.async_sgd.owner import Owner
 from gradsync.pace.async_sgd.peer_wait import PeerWait
 from gradsync.pace.async_sgd.shard import Named, Shard, partition
@@ -157,7 +157,7 @@ class AsyncWorker:
         finally:
             self._end()
 
-    def _ask(self, message: ShardMessage, what: str) -> list[Answer]:
+    def _ask(self, message: ShardMessage, what: str) -> list[OwnerAnswer]:
         """Ask all owners, wait for all answers, and take over the parameters."""
         self._inbox.empty()
         start = time.perf_counter()
@@ -209,10 +209,10 @@ class AsyncWorker:
 # Not methods: the threads must not keep the training loop's end alive.
 
 
-def _answer(rank: int, inbox: Inbox, mail: Mail) -> Callable[[int, Answer], None]:
+def _answer(rank: int, inbox: Inbox, mail: Mail) -> Callable[[int, OwnerAnswer], None]:
     """What an owner does to answer."""
 
-    def answer(worker: int, reply: Answer) -> None:
+    def answer(worker: int, reply: OwnerAnswer) -> None:
         if worker == rank:
             inbox.put(rank, reply)
             return
@@ -234,7 +234,7 @@ def _serve(owner: Owner, inbox: Inbox, lane: Lane) -> Handler:
 
     def handle(source: int, message: ShardMessage, payload: torch.Tensor | None) -> None:
         if message.kind is MessageKind.PARAMETERS:
-            inbox.put(source, Answer(message.version, message.slowest, _whole(payload)))
+            inbox.put(source, OwnerAnswer(message.version, message.slowest, _whole(payload)))
         elif message.kind is MessageKind.PUSH:
             owner.push(source, message.clock, message.version, _whole(payload))
         elif message.kind is MessageKind.PULL:
