@@ -7,9 +7,7 @@
 Note [The clock]
     Counts backwards, not calls of `optimizer.step()`: a GradScaler that finds an infinity calls none, on this rank
     only, and ranks would lose count. So what is due after a step happens after it if there is one, and otherwise
-    before the next forward.
-
-When something is due that belongs after a step: see [The clock] in `contract`.
+    before the next forward. `Due` says whether something is.
 """
 
 from __future__ import annotations

@@ -10,13 +10,13 @@ after a step of the optimizer, which sees z only. In an exchange
     give   x / 2, ω / 2      x ← x / 2 + what comes      ω ← ω / 2 + what comes      z ← x / ω
 
 so Σ x and Σ ω over the ranks stay what they were, whoever sends to whom: that is what keeps the mean. Here each gets
-from one and gives to one (see `neighbours`), so ω stays 1; it travels all the same, for it is what makes z right.
+from one and gives to one, so ω stays 1; it travels all the same, for it is what makes z right.
 
 A rank waits for its neighbours of a round, which hear from theirs, and for nobody else: one that is slow now and then
 is felt by those first, and by the others rounds later. Buffers and optimizers stay each rank's own. `drain()` makes the
 exact mean Σ x / Σ ω on every rank, and all buffers rank 0's: a run ends with it, or else with as many models as ranks.
 
-Who sends to whom in a round of gossip. Pure.
+Who sends to whom in a round (`neighbours`):
 
     ring            0 ▶ 1 ▶ 2 ▶ 3 ▶ 0                  every round the same
     exponential     rank ▶ rank + 1, + 2, + 4, …       a stride of its own in each of ⌈log₂ n⌉ rounds, and again
@@ -25,16 +25,14 @@ In every round each rank sends to exactly one and receives from exactly one. On 
 after n − 1 rounds, but of the ranks of a host only the last sends to another one. With the exponential strides
 ⌈log₂ n⌉ rounds are enough, and where n is a power of two they make the exact mean.
 
-A word between neighbours, before anything large travels: what each is in, which round, how much it brings.
-
-Messages between two ranks have no header that all ranks see. Without a word first, one that is in an exchange would
-wait for one that is in `drain()`, and both forever.
-
 Note [Neighbours first]
-    A header among all ranks would tell too, but gossip would then wait for the slowest of all in every exchange. So a
-    rank tells only its neighbours of the round, both of them: who gives to it, and who gets from it. And it does so
-    not only before an exchange, but before everything that all ranks do together, `detach()` for one: a neighbour that
-    waits in an exchange hears that we are elsewhere. Both then raise, and the others see that they have.
+    Messages between two ranks have no header that all ranks see. Without a handshake one that is in an exchange would
+    wait for one that is in `drain()`, and both forever. So before anything large travels neighbours tell each other
+    what they are in, which round, and how much they bring. A header among all ranks would tell too, but gossip would
+    then wait for the slowest of all in every exchange. So a rank tells only its neighbours of the round, both of them:
+    who gives to it, and who gets from it. And it does so not only before an exchange, but before everything that all
+    ranks do together, `detach()` for one: a neighbour that waits in an exchange hears that we are elsewhere. Both then
+    raise, and the others see that they have.
 """
 
 from __future__ import annotations

@@ -14,10 +14,9 @@ bits would spoil parameters, but not their changes, and what it loses comes with
 Only what required a gradient at attach travels (see `trained_parameters`), and rank 0's buffers with it. The first
 average comes after step 1 if there is a warmup, after step k otherwise.
 
-The mean of the optimizers' state over the ranks: momentum and the like, tensors of floating point; counts stay.
-
-What not every rank has stays too: a rank whose GradScaler has skipped every step so far has no state yet, and one
-whose batches never touched a parameter has none for it.
+With `optimizer_state` the optimizers' state is averaged too: momentum and the like, tensors of floating point. Counts
+stay, and what not every rank has: a rank whose GradScaler has skipped every step so far has no state yet, and one whose
+batches never touched a parameter has none for it.
 """
 
 from __future__ import annotations

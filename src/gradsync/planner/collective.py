@@ -132,7 +132,7 @@ class Collectives:
         return 2 * (n - 1) * self._slowest(chunk).seconds(chunk) + (n - 1) * chunk * self.cluster.reduce_s_per_byte
 
     def _hierarchical_s(self, nbytes: float, cluster: Cluster) -> float:
-        """The three parts of `algorithms.hierarchical`, priced. Many hosts of unequal size cost as if all were as large as the largest."""
+        """The parts of `algorithms.hierarchical`, priced; many hosts of unequal size as if all were the largest."""
         if not self._regular and self.size <= _MOST_RANKS_TO_WALK:
             return price(Hierarchical().schedule(cluster.hosts), nbytes, cluster)
         g, m, gamma = self.per_host, self.num_hosts, cluster.reduce_s_per_byte

@@ -1,6 +1,6 @@
-"""A model of which only the size is known: a transformer with that many parameters, and the step it would take.
+"""A training step from its arithmetic: parameters and operations in, a profile with ready times out.
 
-A training step from its arithmetic: parameters and operations in, a profile with ready times out.
+Of a model of which only the size is known: a transformer with that many parameters, and the step it would take.
 """
 
 from __future__ import annotations

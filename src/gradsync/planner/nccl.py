@@ -14,8 +14,6 @@ How a NIC limits them, for S bytes on m hosts of n ranks together:
 
 Two hosts of 8 are 1.875 times as many bytes on the ring. Inside and across run at once, as a pipeline: the slower one
 counts. Only large-message bandwidths and the latency across are taken from the links.
-
-NCCL's constants (2.30, graph/tuning.cc): microseconds per hop, and the most that each GPU generation reaches.
 """
 
 from __future__ import annotations

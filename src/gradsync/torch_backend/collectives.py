@@ -1,8 +1,8 @@
 """What torch asks for, as operations of the team: all-reduce, reduce-scatter, all-gather of CPU tensors.
 
-all_reduce        each adds up all of it                              SMALL, STAGED
-reduce_scatter    each adds up the part that is to be its own         SHED
-all_gather        each copies what the others bring, of any dtype     SHARE
+    all_reduce        each adds up all of it                              SMALL, STAGED
+    reduce_scatter    each adds up the part that is to be its own         SHED
+    all_gather        each copies what the others bring, of any dtype     SHARE
 
 A group's operations in shared memory, one after the other in the order in which they were issued.
 

@@ -1,8 +1,7 @@
 """What a collective hands back: a `Work` of torch, for Python and for C++ alike.
 
 Note [Futures]
-    C++ (DDP's reducer, say) waits for a future of torch, which somebody must complete: a thread of ours, in
-    the order
+    C++ (DDP's reducer, say) waits for a future of torch, which somebody must complete: a thread of ours, in the order
     of issue, as soon as one was asked for. It needs the interpreter for a moment, which whoever waits in C++ has given
     up. If it runs a callback that itself asks for a future, as PowerSGD's hook does, it completes that one on the spot:
     nobody else would.
@@ -11,8 +10,6 @@ Note [Errors in backward]
     A future that fails reaches C++ as a RuntimeError with our text but not our type. So a sum whose future is asked for
     during backward is also waited for at the end of backward, by a callback that comes before DDP's own: what
     `backward()` raises is then `gs.PeerLost` itself.
-
-A work around another: all that is not said otherwise is the other's own.
 """
 
 from __future__ import annotations
