@@ -80,6 +80,16 @@ class SavedPace(NamedTuple):
     own: State
 
 
+def numbers_in_state(prefix: str, **numbers: int) -> State:
+    """Whole numbers as a state keeps them."""
+    return {f"{prefix}.{key}": torch.tensor(number, device="cpu") for key, number in numbers.items()}
+
+
+def below(state: State, prefix: str) -> State:
+    """What a state keeps under a prefix, without it."""
+    return {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
+
+
 class OpenWindow(NamedTuple):
     """Gradients of an open window, out of sight."""
 

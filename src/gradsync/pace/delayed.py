@@ -41,7 +41,7 @@ from gradsync.errors import GradSyncError, NonFinite
 from gradsync.exchange.flat_sets import FlatPart
 from gradsync.exchange.means import mean_scale
 from gradsync.pace.averages import Average, launch_mean
-from gradsync.pace.contract import Due, Pace, PaceContext, SavedPace, State, Stats
+from gradsync.pace.contract import Due, Pace, PaceContext, SavedPace, Stats, below, numbers_in_state
 from gradsync.plan.paces import Delayed
 from gradsync.plan.plan import Combine
 from gradsync.transport.lane import Lane
@@ -274,8 +274,8 @@ class DelayedPace(Pace):
 
     def state(self) -> SavedPace:
         self.settle()
-        numbers = {"clock": self._clock, "waiting": len(self._averages), "filling": int(self._filling)}
-        shared = {f"delayed.{key}": torch.tensor(number, device="cpu") for key, number in numbers.items()}
+        waiting, filling = len(self._averages), int(self._filling)
+        shared = numbers_in_state("delayed", clock=self._clock, waiting=waiting, filling=filling)
         # As many as there can be, whatever there is: shapes say nothing of values.
         nothing = Average([torch.zeros_like(param.detach()) for param in self._params], 1.0)
         for slot in range(max(self._delay, len(self._averages))):
@@ -291,12 +291,8 @@ class DelayedPace(Pace):
         self._clear_missed_step()
         self._has_gradients = False
         self._num_steps = -1
-        state = _below(saved.shared, "delayed.")
+        state = below(saved.shared, "delayed.")
         self._clock = int(state.get("clock", torch.tensor(0, device="cpu")))
         self._filling = bool(state.get("filling", torch.tensor(0, device="cpu")))
         for slot in range(int(state.get("waiting", torch.tensor(0, device="cpu")))):
-            self._averages.append(Average.from_state(_below(state, f"average{slot}."), self._context))
-
-
-def _below(state: State, prefix: str) -> State:
-    return {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
+            self._averages.append(Average.from_state(below(state, f"average{slot}."), self._context))

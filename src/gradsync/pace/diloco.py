@@ -33,7 +33,7 @@ import torch
 from gradsync.agreement.calls import Call, meet
 from gradsync.errors import Disagreement, GradSyncError
 from gradsync.pace.after_step import AfterStep
-from gradsync.pace.contract import PaceContext, SavedPace, Stats
+from gradsync.pace.contract import PaceContext, SavedPace, Stats, below, numbers_in_state
 from gradsync.pace.fragments import Fragment, cut
 from gradsync.plan.paces import DiLoCo
 
@@ -119,10 +119,7 @@ class DiLoCoPace(AfterStep):
             fragment.wait()
 
     def state(self) -> SavedPace:
-        shared = {
-            "diloco.clock": torch.tensor(self._clock, device="cpu"),
-            "diloco.due": torch.tensor(int(bool(self._due)), device="cpu"),
-        }
+        shared = numbers_in_state("diloco", clock=self._clock, due=int(bool(self._due)))
         # One row for each fragment that the plan asks for: the numbers of those that the model has not stay 0.
         rows = torch.zeros(self._pace.fragments, 3, dtype=torch.int64, device="cpu")
         for row, each in zip(rows, self._fragments, strict=False):
@@ -136,8 +133,7 @@ class DiLoCoPace(AfterStep):
         for fragment in self._fragments:
             fragment.discard()
             fragment.flat_set.register()
-        ours = {key: tensor for key, tensor in saved.shared.items() if key.startswith("diloco.")}
-        state = {key.removeprefix("diloco."): tensor for key, tensor in ours.items()}
+        state = below(saved.shared, "diloco.")
         if not all(f"global.{name}" in state for fragment in self._fragments for name in fragment.flat_set.names):
             self._trained.warn_of_another("diloco", saved.shared)
             self._trained.level()

@@ -51,7 +51,7 @@ from gradsync.errors import Disagreement, NonFinite, listed
 from gradsync.exchange.flat import FlatBucket
 from gradsync.pace.after_step import AfterStep
 from gradsync.pace.averages import finish_mean, first_nonfinite, launch_mean
-from gradsync.pace.contract import PaceContext, SavedPace, Stats
+from gradsync.pace.contract import PaceContext, SavedPace, Stats, numbers_in_state
 from gradsync.plan import paces
 from gradsync.plan.paces import Topology
 from gradsync.transport.groups import Channel
@@ -283,8 +283,7 @@ class GossipPace(AfterStep):
     def state(self) -> SavedPace:
         """This rank's own, for it belongs to this rank's own parameters."""
         due, apart = int(bool(self._due)), int(self._diverged)
-        numbers = {"clock": self._clock, "round": self._round, "due": due, "apart": apart}
-        own = {f"gossip.{key}": torch.tensor(number, device="cpu") for key, number in numbers.items()}
+        own = numbers_in_state("gossip", clock=self._clock, round=self._round, due=due, apart=apart)
         return SavedPace({}, own | {"gossip.weight": torch.tensor(self._weight, dtype=torch.float64, device="cpu")})
 
     def load(self, saved: SavedPace) -> None:

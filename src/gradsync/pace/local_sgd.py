@@ -27,7 +27,7 @@ from gradsync.agreement.documents import share
 from gradsync.exchange.means import average
 from gradsync.pace.after_step import AfterStep
 from gradsync.pace.averages import finish_mean, launch_mean
-from gradsync.pace.contract import PaceContext, SavedPace, Stats
+from gradsync.pace.contract import PaceContext, SavedPace, Stats, numbers_in_state
 from gradsync.plan.paces import LocalSGD
 
 
@@ -118,8 +118,7 @@ class LocalSGDPace(AfterStep):
         return {"local_steps": self._clock - self._last, "num_averages": self._num_averages}
 
     def state(self) -> SavedPace:
-        numbers = {"clock": self._clock, "last": self._last, "due": int(bool(self._due))}
-        shared = {f"local_sgd.{key}": torch.tensor(number, device="cpu") for key, number in numbers.items()}
+        shared = numbers_in_state("local_sgd", clock=self._clock, last=self._last, due=int(bool(self._due)))
         if self._anchor is not None:
             names = self._flat_set.names
             shared |= {f"local_sgd.anchor.{name}": w.clone() for name, w in zip(names, self._anchor, strict=True)}

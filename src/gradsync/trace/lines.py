@@ -54,7 +54,7 @@ class BucketTimes(NamedTuple):
 
 
 def arrived_by(bucket: BucketTimes) -> float | None:
-    """The time at which a bucket was back; where nobody was told (stock DDP), when the wait for it was over at the latest."""
+    """The time at which a bucket was back; where nobody was told (stock DDP), the end of the wait for it."""
     return bucket.wait_to if bucket.done is None else bucket.done
 
 

@@ -20,7 +20,7 @@ from gradsync.agreement.calls import Call
 from gradsync.agreement.header import Flag
 from gradsync.errors import GradSyncError, NonFinite
 from gradsync.pace.async_sgd.worker import AsyncWorker
-from gradsync.pace.contract import Due, Pace, PaceContext, SavedPace, Stats
+from gradsync.pace.contract import Due, Pace, PaceContext, SavedPace, Stats, below
 from gradsync.pace.trained_parameters import TrainedParameters
 from gradsync.plan.paces import AsyncSGD
 from gradsync.transport.lane import NET_S
@@ -136,8 +136,7 @@ class AsyncSGDPace(Pace):
         return SavedPace({}, {_PREFIX + key: tensor for key, tensor in self._worker.state().items()})
 
     def load(self, saved: SavedPace) -> None:
-        own = {key.removeprefix(_PREFIX): tensor for key, tensor in saved.own.items() if key.startswith(_PREFIX)}
-        if own:
+        if own := below(saved.own, _PREFIX):
             self._worker.load(own)
         else:
             self._trained.level()
