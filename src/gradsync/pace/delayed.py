@@ -285,7 +285,7 @@ class DelayedPace(Pace):
         return SavedPace(shared, {})
 
     def load(self, saved: SavedPace) -> None:
-        self.settle()  # a journey that ends later would leave its residual here
+        self.settle()  # an exchange that ends later would leave its residual here
         self._averages.clear()
         self._flat_set.register()
         self._clear_missed_step()

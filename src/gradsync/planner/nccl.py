@@ -153,7 +153,7 @@ def all_reduce_costs(
     caps = CAPS[generation]
     nvlink = per_host == 1 or inside.bandwidth >= _NVLINK_FROM
     costs = []
-    for algorithm, protocol in _ways(num_hosts, per_host, nvlink, caps):
+    for algorithm, protocol in _algorithms(num_hosts, per_host, nvlink, caps):
         lat_us = latency_us(algorithm, protocol, num_hosts, per_host, across.latency_s, nvlink)
         large = nbytes / (caps.channels * num_hosts * per_host) >= 64
         if algorithm == "ring" and protocol == "Simple" and num_hosts > 1 and large:
@@ -202,7 +202,7 @@ class _Wires(NamedTuple):
     ring_share: float
 
 
-def _ways(num_hosts: int, per_host: int, nvlink: bool, caps: Caps) -> Iterator[tuple[Name, Protocol]]:
+def _algorithms(num_hosts: int, per_host: int, nvlink: bool, caps: Caps) -> Iterator[tuple[Name, Protocol]]:
     algorithms: tuple[Name, ...] = ("ring", "tree")
     for algorithm in algorithms:
         yield algorithm, "LL"

@@ -37,7 +37,7 @@ Tensors = list[torch.Tensor]
 
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 torch_barrier = dist.monitored_barrier  # before ours takes its place
-_HANDED_ON = (
+_DELEGATED = (
     *("broadcast", "reduce", "gather", "scatter", "barrier", "monitored_barrier", "send", "recv", "recv_anysource"),
     *("allgather_coalesced", "alltoall", "alltoall_base", "all_to_all_single"),
 )
@@ -84,7 +84,7 @@ class GradsyncGroup(dist.ProcessGroup):
         """Shared memory for what `dist.all_reduce` and C++ ask for; gloo for the overloads with `op` and `timeout`."""
         if isinstance(tensors, list) and len(tensors) == 1 and isinstance(opts, AllreduceOptions | None) and not others:
             return self._reduce("allreduce", tensors, AllreduceOptions() if opts is None else opts)
-        return self._hand_on("allreduce", (tensors,) if opts is None else (tensors, opts), others)
+        return self._delegate("allreduce", (tensors,) if opts is None else (tensors, opts), others)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
         return self._reduce("allreduce_coalesced", tensors, AllreduceCoalescedOptions() if opts is None else opts)
@@ -97,7 +97,7 @@ class GradsyncGroup(dist.ProcessGroup):
         if self._queue is not None and collectives.summable(tensors, opts.reduceOp):
             made = [collectives.all_reduce(self._queue.team, each, opts.reduceOp) for each in tensors]
             return self._share(self._queue, made, tensors, opts)
-        return self._hand_on(name, (tensors, opts), {})
+        return self._delegate(name, (tensors, opts), {})
 
     def _share(self, queue: TeamQueue, made: list[TeamOperation], results: list[torch.Tensor], opts: Any) -> dist.Work:
         """Do these in shared memory, at once or as a work."""
@@ -115,7 +115,7 @@ class GradsyncGroup(dist.ProcessGroup):
         queue, size = self._queue, self.size()
         pairs = list(zip(wheres, mines, strict=False))
         if queue is None or len(wheres) != len(mines) or not all(collectives.gatherable(*pair, size) for pair in pairs):
-            return self._hand_on(name, args, {})
+            return self._delegate(name, args, {})
         made = [collectives.all_gather(queue.team, where, mine) for where, mine in pairs]
         results = [each for where in wheres for each in ([where] if isinstance(where, torch.Tensor) else where)]
         return self._share(queue, made, results, AllgatherOptions() if opts is None else opts)
@@ -130,13 +130,13 @@ class GradsyncGroup(dist.ProcessGroup):
             or len(parts) != len(outs)
             or not all(collectives.scatterable(*pair, add, size) for pair in pairs)
         ):
-            return self._hand_on(name, args, {})
+            return self._delegate(name, args, {})
         made = [collectives.reduce_scatter(queue.team, part, out, add) for part, out in pairs]
         return self._share(queue, made, outs, opts)
 
     # All the rest
 
-    def _hand_on(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _delegate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The collective as torch does it, with the dead named."""
         tensor_forms.check(name, args)
         self._devices.complete()
@@ -200,9 +200,9 @@ def _are_integers(tensors: list[torch.Tensor]) -> bool:
     return all(each.dtype in _INTEGERS for each in tensors)
 
 
-def _handed_on(name: str) -> Callable[..., Any]:
+def _delegated(name: str) -> Callable[..., Any]:
     def collective(self: GradsyncGroup, *args: Any, **kwargs: Any) -> Any:
-        return self._hand_on(name, args, kwargs)
+        return self._delegate(name, args, kwargs)
 
     return collective
 
@@ -213,7 +213,7 @@ def _gathered(name: str) -> Callable[..., Any]:
     def collective(self: GradsyncGroup, outputs: Any, inputs: Any, opts: Any = None, **others: Any) -> dist.Work:
         args = (outputs, inputs) if opts is None else (outputs, inputs, opts)
         if others or not isinstance(opts, AllgatherOptions | None):  # an overload with a timeout
-            return self._hand_on(name, args, others)
+            return self._delegate(name, args, others)
         if isinstance(outputs, torch.Tensor):
             return self._gather(name, [outputs], [inputs], opts, args)
         return self._gather(name, outputs, inputs if isinstance(inputs, list) else [], opts, args)
@@ -227,7 +227,7 @@ def _scattered(name: str) -> Callable[..., Any]:
     def collective(self: GradsyncGroup, outputs: Any, inputs: Any, opts: Any = None, **others: Any) -> dist.Work:
         args = (outputs, inputs) if opts is None else (outputs, inputs, opts)
         if others or not isinstance(opts, ReduceScatterOptions | None):  # an overload with an operation and a timeout
-            return self._hand_on(name, args, others)
+            return self._delegate(name, args, others)
         if isinstance(outputs, torch.Tensor):
             single = isinstance(inputs, torch.Tensor)
             return self._scatter(name, [inputs] if single else [], [outputs], opts, args)
@@ -236,7 +236,7 @@ def _scattered(name: str) -> Callable[..., Any]:
     return collective
 
 
-for _names, _make in ((_HANDED_ON, _handed_on), (_GATHERED, _gathered), (_SCATTERED, _scattered)):
+for _names, _make in ((_DELEGATED, _delegated), (_GATHERED, _gathered), (_SCATTERED, _scattered)):
     for _name in _names:
         if _name in vars(dist.ProcessGroup):
             _method = _make(_name)
@@ -253,4 +253,4 @@ def monitored_barrier(
         torch_barrier(group, timeout, wait_all_ranks)
         return
     limit = timedelta(seconds=chosen._limit) if timeout is None else timeout
-    chosen._hand_on("monitored_barrier", (limit, wait_all_ranks), {})
+    chosen._delegate("monitored_barrier", (limit, wait_all_ranks), {})
