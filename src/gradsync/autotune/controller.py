@@ -31,16 +31,17 @@ from typing import Literal
 
 import torch
 
-from gradsync.agreement.calls import Call
 from gradsync.agreement.documents import share
+from gradsync.agreement.header import Call
 from gradsync.autotune import saved_choice
 from gradsync.autotune.decide import Decision, decide, describe_miss, gather, probe_links, say
 from gradsync.autotune.profiling import Timing, devices_of
 from gradsync.autotune.saved_choice import SavedChoice
 from gradsync.autotune.stopwatch import Stopwatch, clock_for
 from gradsync.engine.assemble import Builder
+from gradsync.engine.listeners import Moments
+from gradsync.engine.loop import Steps
 from gradsync.engine.several_models import chooses
-from gradsync.engine.step import Steps
 from gradsync.errors import Disagreement, listed
 from gradsync.plan.auto import PROFILING, Auto
 from gradsync.plan.plan import Plan
@@ -56,15 +57,11 @@ def switch(steps: Steps, builder: Builder, plan: Plan) -> None:
         return
     opened = builder.open(plan)
     old, old_pace = steps.synchronization, steps.pace
-    arrangement, kept = old.bucket_order.arrangement(), old.sender.kept()
     for entry in old.entries:
-        entry.leave_engine()
+        entry.leave()
     engine = builder.build(plan, opened)
-    new = engine.synchronization
-    new.sender.replace(kept)
-    new.bucket_order.arrange(arrangement)
-    new.continue_from(old)
-    new.lane.session.continue_at(old.lane.step)
+    engine.synchronization.continue_from(old)
+    engine.recorder.continue_from(steps.recorder)
     steps.install(engine)
     # All ranks have met in the new lane, so nobody reads from the old one any more; but a stream may be behind.
     if any(not channel.on_host for channel in old.lane.groups.data.values()):
@@ -79,7 +76,7 @@ _WORD = struct.Struct("<d")
 
 
 class Controller:
-    """The listener of a GradSync that chooses its plan; see `Listener`."""
+    """The listener of a GradSync that chooses its plan; see `Moments`."""
 
     def __init__(self, auto: Auto, steps: Steps, builder: Builder, name: str) -> None:
         """Every rank calls this at once, with nothing under way."""
@@ -98,7 +95,7 @@ class Controller:
         self._warm = False
         self._phase: Literal["profiling", "running", "settled"] = "profiling"
         me = weakref.ref(self)
-        steps.ask_if_due(lambda: (controller := me()) is not None and controller.is_due)
+        steps.chooses(lambda: (controller := me()) is not None and controller.is_due)
         chooses(steps)
         self._profile()
         if self._cluster is None:  # on every rank
@@ -113,7 +110,20 @@ class Controller:
     def _step(self) -> int:
         return self._steps.synchronization.lane.step
 
-    # For Steps
+    # As a listener
+
+    @property
+    def moments(self) -> Moments:
+        return {
+            "border": self.border,
+            "forward_begins": self.forward_begins,
+            "backward_begins": self.backward_begins,
+            "arrived": self.arrived,
+            "backward_ends": self.backward_ends,
+            "synchronized": self.synchronized,
+            "optimizer_begins": self.optimizer_begins,
+            "optimizer_ends": self.optimizer_ends,
+        }
 
     @property
     def is_due(self) -> bool:
@@ -149,10 +159,6 @@ class Controller:
         if self._stopwatch is not None:
             self._stopwatch.lap(counts and self._warm, waited=True)
             self._warm = True
-
-    def step_ended(self) -> None: ...
-
-    def failed(self, error: BaseException) -> None: ...
 
     def optimizer_begins(self) -> None:
         if self._stopwatch is not None:
@@ -226,7 +232,7 @@ class Controller:
     def _check(self) -> None:
         """Compare the measured step with the predicted one, the same numbers on every rank."""
         assert self.predicted_s is not None
-        records = self._steps.synchronization.recorder.records()
+        records = self._steps.recorder.records()
         times = [record.step_s for record in records if record.step > self._chosen_at]
         heads = self._steps.meet(Call.PLAN, _WORD.pack(median(times) if times else math.nan))
         medians = [value for head in heads if not math.isnan(value := _WORD.unpack(head.digest)[0])]

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from gradsync.agreement.calls import Call
-from gradsync.agreement.header import Flag
+from gradsync.agreement.header import Call, Flag
 from gradsync.checkpoint.format import (
     OwnState,
     SavedRunState,
@@ -24,8 +23,8 @@ from gradsync.checkpoint.format import (
 )
 from gradsync.checkpoint.redistribute import changes, gather, receive
 from gradsync.compress import toml
-from gradsync.engine.step import Steps
-from gradsync.engine.synchronization import Synchronization
+from gradsync.engine.loop import Steps
+from gradsync.engine.step import Synchronization
 from gradsync.exchange.means import level
 from gradsync.exchange.residuals import Kept
 from gradsync.pace.contract import OpenWindow, Pace, SavedPace
@@ -127,10 +126,11 @@ class StateCollector:
         self._synchronization.sender.replace(Kept(add_up(parts), taken.factors))
         self._synchronization.bucket_order.arrange(shared.arrangement)
         held = OpenWindow(shared.backwards, parts[0].hidden) if window_continues else OpenWindow(0, {})
-        self._synchronization.resume_window(held.backwards, held.hidden)
+        self._synchronization.continue_window(held.backwards, set(held.hidden))
         self._pace.resume_window(held)
-        self._synchronization.weighting.load(parts[0].weight if window_continues else None, shared.unit)
-        self._steps.aborted.load(Flag(parts[0].aborted if window_continues else 0))
+        self._synchronization.weighting.continue_at(shared.unit, parts[0].weight if window_continues else None)
+        self._steps.aborted.step_ends(spoiled=Flag(parts[0].aborted if window_continues else 0))
+        self._steps.aborted.retries.another_batch()
         self._lane.session.continue_at(shared.step)
 
     def _changes(self, taken: SavedRunState, window_continues: bool) -> Iterator[str]:

@@ -20,8 +20,7 @@ import torch
 
 from gradsync.agreement.documents import share
 from gradsync.agreement.outcome import HealthLog
-from gradsync.drift.digests import NUM_SHARES, DigestMismatch, ReplicaDigests
-from gradsync.drift.replica_state import ReplicaTensor, replica_tensors_of
+from gradsync.drift.digests import NUM_SHARES, DigestMismatch, ReplicaDigests, ReplicaTensor, replica_tensors_of
 from gradsync.engine.replicas import broadcast_optimizer, broadcast_tensors
 from gradsync.errors import Disagreement, listed
 from gradsync.kernels.digest import digest

@@ -23,9 +23,10 @@ from gradsync.agreement.header import HEAD_NBYTES
 from gradsync.agreement.outcome import HealthLog
 from gradsync.compress.by_parameter import idle_patterns
 from gradsync.drift.monitor import DriftMonitor
+from gradsync.engine.nonfinite import NonfiniteCheck, SameDataCheck
 from gradsync.engine.parameters import Inventory
 from gradsync.engine.replicas import Buffers
-from gradsync.engine.synchronization import Synchronization
+from gradsync.engine.step import Synchronization, Transit
 from gradsync.errors import Disagreement
 from gradsync.exchange.choose_route import ExactSum, UnfitAlgorithm
 from gradsync.exchange.sender import Sender, main_device, travelling_devices
@@ -53,17 +54,9 @@ class Papers(NamedTuple):
     refusal: Exception | None = None  # what it found wrong before: the others are told
 
 
-class Opened(NamedTuple):
-    """What gradients travel by."""
-
-    lane: Lane
-    exact: ExactSum
-    sender: Sender
-
-
 def open_sender(
     parent: dist.ProcessGroup, plan: Plan, guard: Guard, inventory: Inventory, papers: Papers, always: bool
-) -> Opened:
+) -> Transit:
     """Agree and begin; every member of `parent` calls this at once, and either all go on or all raise."""
     timeout = guard.timeout if guard.timeout is not None else group_timeout(parent)
     # Control only: the groups for data wait until the ranks have agreed on which they need.
@@ -84,7 +77,7 @@ def open_sender(
         if isinstance(error, UnfitAlgorithm):
             raise ValueError(str(error)) from None
         raise
-    return Opened(lane, exact, sender)
+    return Transit(lane, exact, sender)
 
 
 def _warn_of_idle_rules(lane: Lane, plan: Plan, inventory: Inventory) -> None:
@@ -130,9 +123,8 @@ def open_pace(plan: Plan, context: PaceContext, parent: dist.ProcessGroup, scale
         case EveryStep():
             return WindowPace(plan.pace, context.parameters)
         case Accumulate():
-            return WindowPace(
-                plan.pace, context.parameters, LearningRates(context.lane, context.optimizers, plan.pace.k)
-            )
+            rates = LearningRates(context.lane, context.optimizers, plan.pace.k)
+            return WindowPace(plan.pace, context.parameters, rates)
         case LocalSGD():
             return LocalSGDPace(plan.pace, context, compressed=plan.compress is not None)
         case Delayed():
@@ -156,6 +148,8 @@ class Engine(NamedTuple):
     plan: Plan
     synchronization: Synchronization
     pace: Pace
+    recorder: Recorder
+    drift_monitor: DriftMonitor
 
     @property
     def listens(self) -> bool:
@@ -178,12 +172,12 @@ class Builder:
     drift_monitor: DriftMonitor
     terms: dict[str, Any]  # beside the plan, what must be the same on every rank
 
-    def open(self, plan: Plan, refusal: Exception | None = None) -> Opened:
+    def open(self, plan: Plan, refusal: Exception | None = None) -> Transit:
         """Agree, and make what gradients travel by; every rank calls this at once."""
         papers = Papers(self.inventory.table(self.optimizers), plan.canonical() | self.terms, refusal)
         return open_sender(self.parent, plan, self.guard, self.inventory, papers, self.always)
 
-    def build(self, plan: Plan, opened: Opened) -> Engine:
+    def build(self, plan: Plan, opened: Transit) -> Engine:
         """The rest; likewise, with equal parameters."""
         lane, exact, sender = opened
         entries = self.inventory.entries
@@ -197,7 +191,21 @@ class Builder:
         lane.name_buckets(pace.describe)
         idle = not pace.engine_averages
         synchronization = Synchronization(
-            entries, lane, exact, sender, plan, self.guard, self.buffers, recorder, self.health_log,
-            self.drift_monitor, pace.k, idle,
-        )  # fmt: skip
-        return Engine(plan, synchronization, pace)
+            entries, opened, plan, self.guard, self.buffers, self.health_log, pace.k, idle
+        )
+        self._listen(synchronization, recorder)
+        return Engine(plan, synchronization, pace, recorder, self.drift_monitor)
+
+    def _listen(self, synchronization: Synchronization, recorder: Recorder) -> None:
+        """Who hears of every synchronization, in this order."""
+        lane, listeners = synchronization.lane, synchronization.listeners
+        on_device = any(not channel.on_host for channel in lane.groups.data.values())
+        listeners.add(
+            settling=lambda: recorder.start_waiting(on_device),
+            came=lambda brought: recorder.finish(brought.step, brought.in_flight, brought.held_up_by),
+        )
+        if self.guard.nonfinite != "allow":
+            NonfiniteCheck(synchronization)
+        if lane.groups.size > 1:
+            SameDataCheck(synchronization)
+        self.drift_monitor.listen(listeners, lane)

@@ -21,8 +21,8 @@ import torch
 from torch._C._distributed_c10d import GradBucket
 
 from gradsync.compress.recipe import Choice
-from gradsync.engine.assemble import Opened
 from gradsync.engine.bucket import Entry
+from gradsync.engine.step import Transit
 from gradsync.errors import GradSyncError
 from gradsync.exchange.flat import Allocate, Choose, FlatBucket, Item, lay_out, make_flat_buckets, pack_items
 from gradsync.integrations.hook_agreement import compare
@@ -96,7 +96,7 @@ Key = tuple[int, ...]  # the ids of a bucket's parameters, in order: the entries
 class DDPBuckets:
     """Finds what a bucket of DDP travels in, or makes it."""
 
-    def __init__(self, entries: list[Entry], opened: Opened) -> None:
+    def __init__(self, entries: list[Entry], opened: Transit) -> None:
         self._lane, self._exact, self._sender = opened
         self._entries = {id(entry.param): entry for entry in entries}
         self._ddp_buckets: dict[Key, DDPBucket] = {}

@@ -42,9 +42,9 @@ from gradsync.checkpoint.format import (
 )
 from gradsync.checkpoint.redistribute import changes, gather, receive
 from gradsync.compress import toml
-from gradsync.engine.assemble import Opened
 from gradsync.engine.bucket import Entry
 from gradsync.engine.hooks import in_backward, queue_callback
+from gradsync.engine.step import Transit
 from gradsync.errors import Disagreement, GradSyncError
 from gradsync.exchange.means import mean_scale
 from gradsync.exchange.residuals import Kept
@@ -76,7 +76,7 @@ class DDPState:
     """The state of a communication hook; made by `ddp_hook`."""
 
     def __init__(
-        self, plan: Plan, entries: list[Entry], opened: Opened, ddp: weakref.ref[DistributedDataParallel]
+        self, plan: Plan, entries: list[Entry], opened: Transit, ddp: weakref.ref[DistributedDataParallel]
     ) -> None:
         self.plan = plan
         self._lane, _, self._sender = opened
@@ -131,10 +131,9 @@ class DDPState:
             for each in self._buckets:
                 each.future.set_result(each.ddp_bucket.unpack(each.buffer))
             in_flight = [pending for each in self._buckets for pending in each.in_flight]
-            self._recorder.finish_collectives(self._lane.step, in_flight)
+            self._recorder.finish(self._lane.step, in_flight)
             self._buckets = []
             self._lane.session.next_step()
-            self._lane.at(Phase.COMPUTING)
 
     def _wait(self) -> None:
         try:

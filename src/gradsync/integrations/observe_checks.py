@@ -18,8 +18,7 @@ from collections.abc import Callable
 import torch
 from torch.optim import Optimizer
 
-from gradsync.agreement.calls import launch_header
-from gradsync.agreement.header import Head, Headers
+from gradsync.agreement.header import Head, Headers, launch_header
 from gradsync.agreement.outcome import HealthLog, nonfinite
 from gradsync.drift.monitor import DriftMonitor
 from gradsync.engine.bucket import Entry

@@ -107,7 +107,7 @@ class Observer:
     def trace(self, tracing: Tracing) -> None:
         """Write down every moment from now on."""
         self._tracing = tracing
-        self._recorder.listen(tracing.tracer.waited)
+        self._recorder.tell(tracing.tracer.waited)
         if self._checks is not None:
             self._checks.health_log.listen(tracing.tracer.health)
 
@@ -214,7 +214,8 @@ class Observer:
         if self._tracing is not None:
             averaged_at = self._tracing.tracer.detail()
             for bucket in self._buckets:
-                bucket.waited(self._computed_at, averaged_at)
+                bucket.wait_begins(self._computed_at)
+                bucket.wait_ends(averaged_at)
 
     def _sent(self, nbytes: int) -> int:
         """Bytes on a network: what a ring sends, as gloo and NCCL sum large buckets; NCCL needs none in a host."""

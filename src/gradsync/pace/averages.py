@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from gradsync.agreement.calls import Call, check_same_call, launch_header
-from gradsync.agreement.header import NO_REPLICA_DIGEST, Flag, Head, Headers, Mark
+from gradsync.agreement.header import NO_REPLICA_DIGEST, Call, Flag, Head, Headers, Mark, check_same_call, launch_header
 from gradsync.agreement.outcome import Found, Outcome, spoiled, step_verdict
 from gradsync.errors import Disagreement, NonFinite, listed
 from gradsync.exchange.flat_sets import FlatPart, FlatSet
@@ -60,7 +59,6 @@ def launch_mean(
         context.buffers.launch(lane, 0)
     pending_mean = PendingMean(flat_part, lane.step, header, in_flight)
     lane.session.next_step()
-    lane.at(Phase.COMPUTING)
     return pending_mean
 
 
@@ -84,7 +82,7 @@ def wait_mean(context: PaceContext, pending_mean: PendingMean, with_buffers: boo
     if with_buffers:
         context.buffers.finish(lane)
     sent_nbytes, _ = context.sender.wire(pending_mean.flat_part.flat_buckets)
-    context.recorder.finish_collectives(pending_mean.number, pending_mean.in_flight, sent_nbytes)
+    context.recorder.finish(pending_mean.number, pending_mean.in_flight, sent_nbytes=sent_nbytes)
     lane.at(Phase.COMPUTING)
     return headers
 

@@ -20,8 +20,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.optim import Optimizer
 
-from gradsync.agreement.calls import Call
-from gradsync.agreement.header import Flag, Headers
+from gradsync.agreement.header import Call, Flag, Headers
 from gradsync.agreement.outcome import HealthLog
 from gradsync.errors import GradSyncError
 from gradsync.exchange.choose_route import ExactSum
@@ -200,6 +199,23 @@ class Pace(ABC):
 
     def close(self, together: bool) -> None:  # noqa: B027
         """Leave; nothing may stay hidden. `together` if all ranks came to this."""
+
+
+class PaceMoments(NamedTuple):
+    """What a pace does at moments at which most do nothing; None: it does not even hear of them."""
+
+    before_forward: Callable[[], None] | None
+    before_step: Callable[[Optimizer], None] | None
+    after_step: Callable[[Optimizer], None] | None
+
+    @classmethod
+    def of(cls, pace: Pace) -> PaceMoments:
+        kind = type(pace)
+        return cls(
+            None if kind.before_forward is Pace.before_forward else pace.before_forward,
+            None if kind.before_step is Pace.before_step else pace.before_step,
+            None if kind.after_step is Pace.after_step else pace.after_step,
+        )
 
 
 class Due:

@@ -35,8 +35,7 @@ import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from gradsync.agreement.calls import Call
-from gradsync.agreement.header import Flag, Mark
+from gradsync.agreement.header import Call, Flag, Mark
 from gradsync.errors import GradSyncError, NonFinite
 from gradsync.exchange.flat_sets import FlatPart
 from gradsync.exchange.means import mean_scale

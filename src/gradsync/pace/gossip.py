@@ -45,8 +45,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from gradsync.agreement.calls import Call, check_same_call
-from gradsync.agreement.header import HEAD_NBYTES, Flag, Head, Headers, pack_header
+from gradsync.agreement.header import HEAD_NBYTES, Call, Flag, Head, Headers, check_same_call, pack_header
 from gradsync.errors import Disagreement, NonFinite, listed
 from gradsync.exchange.flat import FlatBucket
 from gradsync.pace.after_step import AfterStep
@@ -216,7 +215,6 @@ class GossipPace(AfterStep):
         self._round += 1
         self._num_exchanges += 1
         lane.session.next_step()
-        lane.at(Phase.COMPUTING)
 
     def _exchange(self, flat_bucket: FlatBucket, ratio: float) -> tuple[float, float]:
         """Give a flat bucket to the receiver, and add the sender's; how far that is from ours, and how large ours is.
@@ -247,7 +245,7 @@ class GossipPace(AfterStep):
             self._context, self._flat_set, self._flat_part, weight=self._weight, with_buffers=True, clock=self._clock
         )
         headers = finish_mean(self._context, self._flat_set, pending_mean, with_buffers=True)
-        self._unpack(headers.total_weight())
+        self._unpack(headers.total_weight)
         self._weight = 1.0
         self._diverged = False
 

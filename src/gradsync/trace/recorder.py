@@ -14,6 +14,14 @@ import torch
 from gradsync.trace.timers import Moment
 
 
+class TimedCollective(Protocol):
+    """What a collective leaves behind; times in seconds of the monotonic clock, 0.0 where nobody knows."""
+
+    launched_at: float
+    finished_at: float
+    nbytes: int
+
+
 @dataclass(slots=True)
 class StepRecord:
     """One step, from the end of the last synchronization to the end of this one."""
@@ -31,14 +39,6 @@ class StepRecord:
     device: tuple[torch.cuda.Event, torch.cuda.Event] | None = field(default=None, repr=False)
 
 
-class TimedCollective(Protocol):
-    """A collective that has ended, by the host's monotonic clock; `finished_at` is 0 where nobody was told."""
-
-    nbytes: int
-    launched_at: float
-    finished_at: float
-
-
 class Recorder:
     """Collects step records; `stats` sums them up."""
 
@@ -48,15 +48,7 @@ class Recorder:
         self._wait_start: float | None = None
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self.count = 0
-        self._on_record: Callable[[StepRecord], None] = _ignore
-
-    def listen(self, on_record: Callable[[StepRecord], None]) -> None:
-        """Call this with every record when it is closed."""
-        self._on_record = on_record
-
-    def continue_at(self, count: int) -> None:
-        """So many steps were recorded before, by another engine of this run."""
-        self.count = count
+        self._listeners: list[Callable[[StepRecord], None]] = []  # of every record, when it is closed
 
     def start_waiting(self, on_device: bool) -> None:
         """Backward has computed everything: from here on, time is exposed.
@@ -94,12 +86,23 @@ class Recorder:
         self._last_end = now
         self._wait_start = None
         self.count += 1
-        self._on_record(record)
+        for tell in self._listeners:
+            tell(record)
 
-    def finish_collectives(self, step: int, in_flight: Sequence[TimedCollective], sent_nbytes: int = 0) -> None:
-        """What these carried is averaged: close the record."""
+    def tell(self, hear: Callable[[StepRecord], None]) -> None:
+        """Tell this one of every record from now on."""
+        self._listeners.append(hear)
+
+    def continue_from(self, other: Recorder) -> None:
+        """Count on where that one was."""
+        self.count = other.count
+
+    def finish(
+        self, step: int, in_flight: Sequence[TimedCollective], held_up_by: str | None = None, sent_nbytes: int = 0
+    ) -> None:
+        """Close the record from what the collectives left behind."""
         spans = [(each.launched_at, each.finished_at) for each in in_flight if each.finished_at]
-        self.finish_step(step, spans, sum(each.nbytes for each in in_flight), len(in_flight), None, sent_nbytes)
+        self.finish_step(step, spans, sum(each.nbytes for each in in_flight), len(in_flight), held_up_by, sent_nbytes)
 
     def records(self) -> list[StepRecord]:
         """The last steps, oldest first; times on a device are filled in where they are known."""
@@ -124,9 +127,6 @@ class Recorder:
         result["held_up_by"] = held_up.most_common(1)[0][0] if held_up else None
         result["held_up_steps"] = sum(held_up.values())
         return result
-
-
-def _ignore(_: StepRecord) -> None: ...
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> float:

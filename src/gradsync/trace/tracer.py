@@ -51,9 +51,13 @@ class BucketMoments:
     done: Moment | None = None
     spans: list[CodecSpan] = field(default_factory=list)
 
-    def waited(self, begin: Moment | None, end: Moment | None) -> None:
-        """It was waited for in this time."""
-        self.wait_from, self.wait_to = begin, end
+    def wait_begins(self, now: Moment | None) -> None:
+        """The training thread comes to wait for it."""
+        self.wait_from = now
+
+    def wait_ends(self, now: Moment | None, done: Moment | None = None) -> None:
+        """The wait for it is over; `done`: when it was there, if that is known."""
+        self.wait_to, self.done = now, done
 
 
 @dataclass(slots=True)
