@@ -75,15 +75,15 @@ class DriftMonitor:
         """Compare what all ranks said in one header; returns what they do about it, all at the same place."""
         if not self.is_on:
             return _nothing
-        suspicion = self._replica_digests.hear(headers)
+        mismatch = self._replica_digests.hear(headers)
         scales = [head.loss_scale for head in headers.heads]
-        if suspicion is None and scales.count(scales[0]) == len(scales):
+        if mismatch is None and scales.count(scales[0]) == len(scales):
             return _nothing
 
         def act() -> None:
             self._diagnosis.compare_scales(lane, scales)
-            if suspicion is not None:
-                self._diagnosis.hold(lane, suspicion)
+            if mismatch is not None:
+                self._diagnosis.investigate(lane, mismatch)
 
         return act
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from gradsync.agreement.header import Call, Flag
 from gradsync.autotune.controller import Controller
-from gradsync.checkpoint.collect import Keeper
+from gradsync.checkpoint.collect import StateCollector
 from gradsync.engine import several_models
 from gradsync.engine.exit_notice import Leaving
 from gradsync.engine.loader import Batches
@@ -47,7 +47,7 @@ class GradSync:
         self._buffers = buffers
         self._steps = steps
         self._controller = controller
-        self._keeper = Keeper(steps)
+        self._state_collector = StateCollector(steps)
         self._scaling = Following(scaler, steps)
         self._leaving = Leaving(steps)
         self._attached = True
@@ -269,7 +269,7 @@ class GradSync:
         """
         if all_ranks:
             self._refuse_if_detached()
-        state = self._keeper.state_of_all() if all_ranks else self._keeper.state()
+        state = self._state_collector.state_of_all() if all_ranks else self._state_collector.state()
         return state | self._controller.state() if state and self._controller is not None else state
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor] | None) -> None:
@@ -281,7 +281,7 @@ class GradSync:
         self._refuse_if_detached()
         if self._controller is not None:
             self._controller.take_plan(state or {})
-        self._keeper.load(state or {})
+        self._state_collector.load(state or {})
         if self._controller is not None:
             self._controller.follow_step()
         if self._steps.tracing is not None and self._steps.pace.engine_averages:

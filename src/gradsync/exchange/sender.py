@@ -153,7 +153,7 @@ class Sender:
         if route is None or step < flat_bucket.choice.exact_steps:
             plain = Plain(flat_bucket, self._everybody)
             return self._send(flat_bucket, plain.go(step), flat_bucket.nbytes, step)
-        account = self.tally.account(flat_bucket.choice.label)
+        account = self.tally.codec(flat_bucket.choice.label)
         flat_bucket.spans = []
         account.sent(step, route.way, flat_bucket.raw_nbytes, flat_bucket.payload_nbytes, route.sent_nbytes)
         journey = route.go(step)
@@ -202,7 +202,7 @@ class Sender:
         return not choice.across or self._leaders.rank >= 0
 
     def _route(self, flat_bucket: FlatBucket) -> Route:
-        codec, account = flat_bucket.choice.codec, self.tally.account(flat_bucket.choice.label)
+        codec, account = flat_bucket.choice.codec, self.tally.codec(flat_bucket.choice.label)
         assert codec is not None
         wire = wire_device(flat_bucket.flat.device, self._on_host)
         if not flat_bucket.choice.across:

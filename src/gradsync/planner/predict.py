@@ -17,11 +17,11 @@ from gradsync.plan.sync_plan import Plan
 from gradsync.planner.collective import Collectives
 from gradsync.planner.prediction import Prediction, Quality, StepSpan
 from gradsync.planner.profile import Gradient, ModelProfile
-from gradsync.planner.simulation import Compute, SimulatedBucket, end_s, play
+from gradsync.planner.simulation import Compute, SimulatedBucket, end_s, simulate
 from gradsync.planner.stages import Stage, journey, payload_nbytes
 from gradsync.planner.stragglers import straggler_s
 
-_MOST_BUCKETS, _LAST_BUCKETS = 32, 8  # to play one by one; of more, neighbours are played as one
+_MOST_BUCKETS, _LAST_BUCKETS = 32, 8  # to simulate one by one; of more, neighbours are simulated as one
 _NINE_IN_TEN = NormalDist().inv_cdf(0.95)  # standard deviations to either side
 _ENDLESS_S = 1e9
 _GRADIENT_S = 40e-6  # its hook, its place in a bucket and as `.grad` again
@@ -52,7 +52,7 @@ def predict(
     collectives = Collectives(cluster) if collectives is None else collectives
     buckets = lay_out(profile, plan, collectives)
     _refuse_endless(profile, buckets)
-    period = _play_pace(profile, plan, collectives, buckets, stock)
+    period = _simulate_pace(profile, plan, collectives, buckets, stock)
     jitter = cluster.device.jitter if profile.jitter is None else profile.jitter
     late_s = straggler_s(period.compute_s, jitter, max(1, round(period.waits_for)), max(1, round(period.steps)))
     step_s = period.step_s + late_s
@@ -140,7 +140,7 @@ def _refuse_endless(profile: ModelProfile, buckets: Sequence[SimulatedBucket]) -
         )
 
 
-def _play_pace(
+def _simulate_pace(
     profile: ModelProfile, plan: Plan, collectives: Collectives, buckets: Sequence[SimulatedBucket], stock: bool
 ) -> _Period:
     """One period of the pace."""
@@ -157,16 +157,16 @@ def _play_pace(
         stretch = backward_s / profile.backward_s if profile.backward_s else 1.0
         compute = Compute(profile.input_s + profile.forward_s, backward_s, profile.optimizer_s)
         ready = [bucket._replace(ready_s=stretch * bucket.ready_s) for bucket in buckets]
-        spans = play(compute, ready, header, device.cores, plan.overlap == "backward")
+        spans = simulate(compute, ready, header, device.cores, plan.overlap == "backward")
         k = pace.k if isinstance(pace, Accumulate) else 1
         others = (k - 1) * (whole - profile.optimizer_s / share)
         return _Period((end_s(spans) + others) / k, (whole + others) / k, 1 / k, n, k, tuple(spans))
     if isinstance(pace, Delayed):
         waiting = [bucket._replace(ready_s=0.0) for bucket in buckets]
         work = Compute(0.0, profile.compute_s + copy_s, 0.0)
-        spans = play(work, waiting, header, device.cores, overlap=True)
+        spans = simulate(work, waiting, header, device.cores, overlap=True)
         return _Period(end_s(spans), whole, 1.0, n, pace.k + 1, tuple(spans))
-    alone = play(Compute(0.0, 0.0, 0.0), buckets, header, device.cores, overlap=False)
+    alone = simulate(Compute(0.0, 0.0, 0.0), buckets, header, device.cores, overlap=False)
     if isinstance(pace, LocalSGD):
         return _Period(whole + end_s(alone) / pace.k, whole, 1 / pace.k, n, pace.k, tuple(alone))
     if isinstance(pace, DiLoCo):

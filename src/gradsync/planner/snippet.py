@@ -69,7 +69,7 @@ def _source(value: Any) -> str:
 
 
 def _arguments(recipe: dict[str, Any]) -> list[str]:
-    """Those that do not have their default: the factory's first by its place, the others by name."""
+    """The arguments that do not have their default: the factory's first by its place, the others by name."""
     factory = _FACTORIES.get(recipe["kind"])
     said: list[str] = []
     for place, (name, it) in enumerate(inspect.signature(factory).parameters.items() if factory else ()):
