@@ -50,8 +50,8 @@ PLACES = {
 YET = {
     *("autotune/controller.py", "checkpoint/collect.py", "engine/bucket_order.py", "engine/dropped_batches.py"),
     *("engine/handle.py", "engine/several_models.py", "engine/step.py", "engine/sync_timeline.py"),
-    *("engine/synchronization.py", "engine/trace_step.py", "engine/unbucketed.py", "exchange/flat_sets.py"),
-    *("exchange/sender.py", "integrations/observer.py", "integrations/replaced_parameters.py", "pace/diloco.py"),
+    *("engine/synchronization.py", "engine/trace_step.py", "engine/unbucketed.py"),
+    *("integrations/observer.py", "integrations/replaced_parameters.py", "pace/diloco.py"),
 }
 
 

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from gradsync import tables
-from gradsync.compress.recipe import Param
+from gradsync.compress.param import Param
 from gradsync.planner import profile_file
 
 

@@ -9,8 +9,7 @@ Whoever is at work asks for a share of the rank's cores (`Device.cores`): comput
 wire for its `load`. If there is not enough, shares are max-min fair: who asks for little gets it, the others are
 equally slow. All ranks are alike, so one is played; what makes them differ is in `stragglers`.
 
-The pipeline goes on as `exchange.pipeline` does: a bucket begins its journey, then each one that is under way goes a
-round
+The pipeline goes on as `exchange.pipeline` does: a bucket begins, then each one that is under way goes a round
 further, oldest first.
 """
 
@@ -63,7 +62,7 @@ class _OnWire(NamedTuple):
     is_whole: bool  # it is all that its bucket needs
 
 
-class _SimulatedTrip(NamedTuple):
+class _SimulatedRounds(NamedTuple):
     """A bucket at the pipeline."""
 
     bucket: SimulatedBucket
@@ -181,26 +180,28 @@ class _Play:
             self._arrived += sent.is_whole
 
     def _desk(self) -> _Actor:
-        trips: list[_SimulatedTrip] = []
+        under_way: list[_SimulatedRounds] = []
         while True:
             yield lambda: bool(self._handed_in)
             bucket = self._handed_in.popleft()
             if bucket is not None:
-                newest = yield from self._further(_SimulatedTrip(bucket))
-                trips = yield from self._all_further(trips)
-                trips += [newest] if newest else []
-            while bucket is None and trips:
-                trips = yield from self._all_further(trips)
+                newest = yield from self._further(_SimulatedRounds(bucket))
+                under_way = yield from self._all_further(under_way)
+                under_way += [newest] if newest else []
+            while bucket is None and under_way:
+                under_way = yield from self._all_further(under_way)
 
-    def _all_further(self, trips: list[_SimulatedTrip]) -> Generator[_Work | _Until, None, list[_SimulatedTrip]]:
+    def _all_further(
+        self, under_way: list[_SimulatedRounds]
+    ) -> Generator[_Work | _Until, None, list[_SimulatedRounds]]:
         going = []
-        for trip in trips:
-            going.append((yield from self._further(trip)))
-        return [trip for trip in going if trip is not None]
+        for each in under_way:
+            going.append((yield from self._further(each)))
+        return [each for each in going if each is not None]
 
-    def _further(self, trip: _SimulatedTrip) -> Generator[_Work | _Until, None, _SimulatedTrip | None]:
+    def _further(self, each: _SimulatedRounds) -> Generator[_Work | _Until, None, _SimulatedRounds | None]:
         """One round further; None when it has arrived."""
-        bucket, at, sent = trip
+        bucket, at, sent = each
         if sent is not None:
             yield lambda: sent.here[0]
         while at < len(bucket.stages) and not bucket.stages[at].on_wire:
@@ -209,7 +210,7 @@ class _Play:
         if at == len(bucket.stages):
             self._arrived += 1
             return None
-        return _SimulatedTrip(bucket, at + 1, self._send(bucket.stages[at], bucket.label))
+        return _SimulatedRounds(bucket, at + 1, self._send(bucket.stages[at], bucket.label))
 
 
 def fair_speeds(loads: Sequence[float], cores: float) -> list[float]:

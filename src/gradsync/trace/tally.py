@@ -78,11 +78,12 @@ class Tally:
     """All compressors of a plan, and the last audit."""
 
     def __init__(self) -> None:
-        self.accounts: dict[str, CodecTally] = {}
+        self._by_label: dict[str, CodecTally] = {}
         self._audit: tuple[int, torch.Tensor] | None = None  # the step, and Σ a², Σ b², Σ ab, Σ (a − b)²
 
-    def account(self, label: str) -> CodecTally:
-        return self.accounts.setdefault(label, CodecTally())
+    def of(self, label: str) -> CodecTally:
+        """That of the compressor with this label."""
+        return self._by_label.setdefault(label, CodecTally())
 
     def audit(self, step: int, averaged: torch.Tensor, exact: torch.Tensor) -> None:
         """Compare what compression made of a bucket with the exact mean; buckets of one step are added up."""
@@ -95,14 +96,14 @@ class Tally:
     def stats(self) -> dict[str, float | int | str | None]:
         """Flat: means per step of each compressor, and what the last audit found."""
         result: dict[str, float | int | str | None] = {}
-        for label, account in list(self.accounts.items()):
-            account.settle()
-            steps = max(1, account.steps)
-            result[f"{label}.way"] = account.way
-            result[f"{label}.ratio"] = account.raw_nbytes / account.payload_nbytes if account.payload_nbytes else None
-            result[f"{label}.sent_nbytes"] = round(account.sent_nbytes / steps)
-            result[f"{label}.encode_s"] = account.encode_s / steps
-            result[f"{label}.decode_s"] = account.decode_s / steps
+        for label, each in list(self._by_label.items()):
+            each.settle()
+            steps = max(1, each.steps)
+            result[f"{label}.way"] = each.way
+            result[f"{label}.ratio"] = each.raw_nbytes / each.payload_nbytes if each.payload_nbytes else None
+            result[f"{label}.sent_nbytes"] = round(each.sent_nbytes / steps)
+            result[f"{label}.encode_s"] = each.encode_s / steps
+            result[f"{label}.decode_s"] = each.decode_s / steps
         if self._audit is not None:
             ours, exact, product, error = self._audit[1].tolist()
             result["audit_step"] = self._audit[0]
