@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from gradsync.compress.cast import bf16
 from gradsync.compress.integers import int8
-from gradsync.compress.recipe import Choice, Param
+from gradsync.compress.param import Param
+from gradsync.compress.recipe import Choice
 from gradsync.engine.bucket import _LARGE_NBYTES, Bucket, Entry, Layout
 from gradsync.exchange.flat import zeros
 from gradsync.plan.packing import default_limit

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradsync as gs
-from gradsync.compress.recipe import EXACT, Choice, Param
+from gradsync.compress.param import Param
+from gradsync.compress.recipe import EXACT, Choice
 from gradsync.exchange.flat import Item, lay_out, zeros
 from gradsync.integrations.ddp_buckets import DDPBucket, divide, item_in_bucket, make_ddp_bucket
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from gradsync.algorithms.builtin import SharedMemory
 from gradsync.algorithms.price import Algorithm
-from gradsync.compress.recipe import Compressor, Param
+from gradsync.compress.param import Param
+from gradsync.compress.recipe import Compressor
 from gradsync.errors import Disagreement, GradSyncError, NotEnoughMemory
 from gradsync.exchange.choose_route import ExactSum, UnfitAlgorithm
 from gradsync.exchange.group_cache import CARD_NBYTES, GroupCache, group_cache

@@ -45,7 +45,7 @@ class CompressedSum:
             flat.copy_(tensor.detach())
         else:
             torch.mul(tensor.detach(), scale, out=flat)
-        flat_bucket.factors = dict(self._start)
+        flat_bucket.factors.update(self._start)
         pending = self._sender.launch(flat_bucket)
         self._sender.flush()
         self._lane.wait(pending)

@@ -40,7 +40,7 @@ class Collectives:
         self.in_memory = self.num_hosts == 1 and cluster.memory is not None
         self._regular = all(len(host) == self.per_host for host in cluster.hosts)
         self._generation = nccl.generation_of(cluster.device.name)
-        self.journeys: dict[Hashable, Any] = {}  # of buckets; see `stages`
+        self.stages: dict[Hashable, Any] = {}  # of buckets; see `stages`
         self._known: dict[tuple[Algorithm, float], CollectiveCost] = {}
 
     # Sums

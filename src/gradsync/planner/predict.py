@@ -9,8 +9,8 @@ from functools import lru_cache
 from statistics import NormalDist
 
 from gradsync.cluster import Cluster, Device
-from gradsync.compress.cast import Cast
-from gradsync.compress.recipe import EXACT, Choice, Compressor, Param
+from gradsync.compress.param import Param
+from gradsync.compress.recipe import EXACT, Choice, Compressor
 from gradsync.plan.paces import Accumulate, AsyncSGD, Delayed, DiLoCo, EveryStep, Gossip, LocalSGD
 from gradsync.plan.packing import default_limit, pack
 from gradsync.plan.sync_plan import Plan
@@ -18,7 +18,7 @@ from gradsync.planner.collective import Collectives
 from gradsync.planner.prediction import Prediction, Quality, StepSpan
 from gradsync.planner.profile import Gradient, ModelProfile
 from gradsync.planner.simulation import Compute, SimulatedBucket, end_s, simulate
-from gradsync.planner.stages import Stage, journey, payload_nbytes
+from gradsync.planner.stages import Stage, gathers, payload_nbytes, stages
 from gradsync.planner.stragglers import straggler_s
 
 _MOST_BUCKETS, _LAST_BUCKETS = 32, 8  # to simulate one by one; of more, neighbours are simulated as one
@@ -100,8 +100,8 @@ def lay_out(profile: ModelProfile, plan: Plan, collectives: Collectives) -> list
     buckets = []
     for index, (numbers, (_, choice)) in enumerate(packed):
         members = [gradients[number] for number in numbers]
-        stages = journey(known[choice], [member.param for member in members], collectives, plan.algorithm)
-        buckets.append(SimulatedBucket(f"bucket {index}", max(member.ready_s for member in members), stages))
+        played = stages(known[choice], [member.param for member in members], collectives, plan.algorithm)
+        buckets.append(SimulatedBucket(f"bucket {index}", max(member.ready_s for member in members), played))
     return _merged(buckets)
 
 
@@ -118,8 +118,8 @@ def _merged(buckets: list[SimulatedBucket]) -> list[SimulatedBucket]:
     count = 0
     for bucket in early:
         if count % factor and len(merged[-1].stages) == len(bucket.stages):
-            stages = [_both(a, b) for a, b in zip(merged[-1].stages, bucket.stages, strict=True)]
-            merged[-1] = SimulatedBucket(merged[-1].label, merged[-1].ready_s, stages)
+            both = [_both(a, b) for a, b in zip(merged[-1].stages, bucket.stages, strict=True)]
+            merged[-1] = SimulatedBucket(merged[-1].label, merged[-1].ready_s, both)
         else:
             merged.append(bucket)
             count = 0
@@ -198,7 +198,7 @@ def quality(plan: Plan) -> Quality:
     if plan.compress is None:
         return "exact"
     codec = plan.compress.choose(TYPICAL).codec
-    return "16-bit" if isinstance(codec, Cast) else "lossy"
+    return "lossy" if codec is None else codec.quality
 
 
 def memory_nbytes(profile: ModelProfile, plan: Plan, world_size: int) -> int:
@@ -208,10 +208,11 @@ def memory_nbytes(profile: ModelProfile, plan: Plan, world_size: int) -> int:
     total, numel = profile.nbytes, profile.num_params
     nbytes = total
     if plan.compress is not None:
-        choices = [(g, _chosen(plan.compress, g.param)) for g in profile.gradients]
-        nbytes += sum(4 * math.prod(g.shape) for g, choice in choices if choice.feedback)
-        payload = sum(payload_nbytes(choice.codec, g.param) for g, choice in choices if choice.codec is not None)
-        gathered = world_size == 2 and any(not choice.summable for _, choice in choices)
+        choices = [(g.param, _chosen(plan.compress, g.param)) for g in profile.gradients]
+        nbytes += sum(4 * param.numel for param, choice in choices if choice.feedback)
+        coded = [(choice.codec, param) for param, choice in choices if choice.codec is not None]
+        payload = sum(payload_nbytes(codec, param) for codec, param in coded)
+        gathered = world_size == 2 and any(gathers(codec, param, world_size) for codec, param in coded)
         nbytes += payload * (world_size if gathered else 2)
     pace = plan.pace
     if isinstance(pace, DiLoCo):

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from gradsync import tables
-from gradsync.compress.recipe import Param
+from gradsync.compress.param import Param
 
 
 class Gradient(NamedTuple):
