@@ -27,10 +27,10 @@ from gradsync.drift.monitor import DriftMonitor
 from gradsync.engine.nonfinite import NonfiniteCheck, SameDataCheck
 from gradsync.engine.parameters import Inventory
 from gradsync.engine.replicas import Buffers
-from gradsync.engine.step import Synchronization, Transit
+from gradsync.engine.step import Synchronization
 from gradsync.errors import Disagreement
 from gradsync.exchange.choose_route import ExactSum, UnfitAlgorithm
-from gradsync.exchange.sender import Sender, main_device, travelling_devices
+from gradsync.exchange.sender import Sender, Transit, main_device, travelling_devices
 from gradsync.pace.async_sgd.async_pace import AsyncSGDPace
 from gradsync.pace.contract import Pace, PaceContext
 from gradsync.pace.delayed import DelayedPace

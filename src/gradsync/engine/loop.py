@@ -103,8 +103,10 @@ class Steps(RankCalls):
         try:
             backward, under_way = self.backward, self.synchronization
             known = backward is not None and backward.fired and under_way.seen[entry.index] != under_way.number
-            if known or self._first_arrival():
+            if known:
                 under_way.arrived(entry)
+            elif self._first_arrival():  # before which the plan may have changed
+                self.synchronization.arrived(entry)
         except BaseException as error:
             self.give_up(error)
             raise

@@ -11,6 +11,7 @@ What compression does to these gradients: now and then the exact sum travels too
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from gradsync.exchange.participants import AllRanks, Leaders, Participants, With
 from gradsync.exchange.pinned import HOST, travel_device
 from gradsync.exchange.pipeline import PendingRounds, Pipeline
 from gradsync.exchange.residuals import Kept, begin, collect, place
+from gradsync.exchange.routes import SumRoute
 from gradsync.plan.sync_plan import Plan
 from gradsync.trace.tally import Tally
 from gradsync.transport.groups import is_on_host
@@ -40,6 +42,14 @@ def audited(
     yield from rounds
     yield everybody.sum(exact_sum, flat_bucket.index)
     tally.audit(step, flat_bucket.flat, exact_sum)
+
+
+class Transit(NamedTuple):
+    """What gradients travel by."""
+
+    lane: Lane
+    exact: ExactSum
+    sender: Sender
 
 
 class Sender:
@@ -66,9 +76,11 @@ class Sender:
         self._lane = lane
         self._exact = exact
         self._compress = plan.compress if lane.groups.size > 1 or even_alone else None
+        self.goes_in_rounds = self._compress is not None
         self._audit_every = plan.audit_every
         self._routes: dict[int, BucketRoute] = {}
         self._exact_routes: dict[int, BucketRoute] = {}  # while nothing is done to it
+        self._sums: dict[int, tuple[FlatBucket, SumRoute, torch.Tensor]] = {}  # by index, where nothing is compressed
         self._everybody = AllRanks(lane, exact)
         if self._compress is None:
             return
@@ -95,7 +107,7 @@ class Sender:
     def add(self, flat_buckets: list[FlatBucket], compress: bool = True) -> None:
         """These buckets travel too from now on, and begin with what waits for them; every rank calls this at once."""
         self.flat_buckets = self.flat_buckets + flat_buckets
-        self._exact_routes = {}
+        self._exact_routes, self._sums = {}, {}
         # What holds nothing has nothing to compress.
         travelling = [p for p in flat_buckets if compress and p.choice.codec is not None and p.flat.numel()]
         for flat_bucket in travelling:
@@ -111,7 +123,7 @@ class Sender:
         self._waiting = Kept(self._waiting.residuals | now.residuals, self._waiting.factors | now.factors)
         self.flat_buckets = [flat_bucket for flat_bucket in self.flat_buckets if flat_bucket.index not in gone]
         self._routes = {index: route for index, route in self._routes.items() if index not in gone}
-        self._exact_routes = {}
+        self._exact_routes, self._sums = {}, {}
 
     def kept(self) -> Kept:
         """Copies of all that is kept between steps; before compression begins, what it will begin with."""
@@ -125,7 +137,8 @@ class Sender:
 
     def replace(self, kept: Kept) -> None:
         """Forget these buckets and what is kept for them: the next ones begin with this instead."""
-        self.flat_buckets, self._routes, self._exact_routes, self._waiting = [], {}, {}, kept
+        self.flat_buckets, self._waiting = [], kept
+        self._routes, self._exact_routes, self._sums = {}, {}, {}
 
     def rescale(self, factor: float) -> None:
         """Multiply all residuals: gradients will come in another unit."""
@@ -142,15 +155,19 @@ class Sender:
     def launch(self, flat_bucket: FlatBucket) -> Pending:
         """Start a bucket's rounds."""
         if self._compress is None:
-            return self._exact.launch(flat_bucket.flat, flat_bucket.index)
+            known = self._sums.get(flat_bucket.index)
+            if known is None or known[0] is not flat_bucket:
+                known = self._sums[flat_bucket.index] = (flat_bucket, *self._exact.route_of(flat_bucket.flat))
+            _, route, flat = known
+            return route.launch(flat, flat_bucket.index)
         step = self._lane.step
-        route = self._route_in(flat_bucket, step)
-        rounds = route.go(step)
-        if route is not self._routes.get(flat_bucket.index):
+        bucket_route = self._route_in(flat_bucket, step)
+        rounds = bucket_route.go(step)
+        if bucket_route is not self._routes.get(flat_bucket.index):
             return self._send(flat_bucket, rounds, flat_bucket.nbytes, step)
         flat_bucket.leave()
         self.tally.codec(flat_bucket.choice.label).sent(
-            step, route.way, flat_bucket.raw_nbytes, flat_bucket.payload_nbytes, route.sent_nbytes
+            step, bucket_route.way, flat_bucket.raw_nbytes, flat_bucket.payload_nbytes, bucket_route.sent_nbytes
         )
         if self._audit_every is not None and step % self._audit_every == 0:
             rounds = audited(rounds, flat_bucket, self._everybody, self.tally, step)
@@ -158,7 +175,7 @@ class Sender:
 
     def flush(self) -> None:
         """All buckets of this step are under way: see each to its end."""
-        if self._compress is not None:
+        if self.goes_in_rounds:
             self._pipeline.flush()
 
     def wire(self, flat_buckets: list[FlatBucket] | None = None) -> tuple[int, str]:

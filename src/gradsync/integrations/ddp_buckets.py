@@ -22,9 +22,9 @@ from torch._C._distributed_c10d import GradBucket
 
 from gradsync.compress.recipe import Choice
 from gradsync.engine.bucket import Entry
-from gradsync.engine.step import Transit
 from gradsync.errors import GradSyncError
 from gradsync.exchange.flat import Allocate, Choose, FlatBucket, Item, lay_out, make_flat_buckets, pack_items
+from gradsync.exchange.sender import Transit
 from gradsync.integrations.hook_agreement import compare
 
 

@@ -44,10 +44,10 @@ from gradsync.checkpoint.redistribute import changes, gather, receive
 from gradsync.compress import toml
 from gradsync.engine.bucket import Entry
 from gradsync.engine.hooks import in_backward, queue_callback
-from gradsync.engine.step import Transit
 from gradsync.errors import Disagreement, GradSyncError
 from gradsync.exchange.means import mean_scale
 from gradsync.exchange.residuals import Kept
+from gradsync.exchange.sender import Transit
 from gradsync.integrations.ddp_buckets import DDPBucket, DDPBuckets
 from gradsync.integrations.hook_agreement import compare
 from gradsync.plan.sync_plan import Plan
