@@ -74,7 +74,7 @@ def test_flagged_tells_which_ranks_set_the_flag(flags: list[int], flag: Flag) ->
 
 def test_the_total_weight_counts_micro_batches() -> None:
     rows = [head(weight=3.0, micro_batches=2), head(weight=0.5, micro_batches=4), head(weight=0.0)]
-    assert headers(*[(row, []) for row in rows]).total_weight() == 8.0
+    assert headers(*[(row, []) for row in rows]).total_weight == 8.0
 
 
 # What ranks say when they are not in the same synchronization

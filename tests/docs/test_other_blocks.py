@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 import tomllib
 from pathlib import Path
@@ -13,7 +12,7 @@ from doc_pages import Block, all_blocks
 
 import gradsync as gs
 
-LANGUAGES = {"python", "diff", "sh", "console", "toml", "json", "yaml", "text", ""}
+LANGUAGES = {"python", "diff", "sh", "console", "toml", "yaml", "text", ""}
 PROGRAM = re.compile(
     r"(\$ |\(?([A-Z_]+=\S+ )*(gradsync|torchrun|srun|mpirun|pip|make|python3?|tensorboard|curl|ssh|export) )"
 )
@@ -27,11 +26,6 @@ def test_a_toml_file_loads_as_what_it_is(block: Block, tmp_path: Path) -> None:
         gs.Cluster.load(path)
     else:
         gs.Plan.load(path)
-
-
-def test_json_is_json() -> None:
-    for block in all_blocks("json"):
-        json.loads(block.text)
 
 
 def test_every_block_has_a_fence_and_a_language_that_is_tested() -> None:

@@ -69,7 +69,7 @@ def train(
     opt = optimizer([p for p in model.parameters() if p.requires_grad])
     sync = gs.attach(model, opt, plan, guard=guard)
     lines: list[Health] = []
-    sync._synchronization.health_log.noted = lines.append
+    sync._synchronization.health_log.listen(lines.append)
     generator = torch.Generator().manual_seed(dist.get_rank())
     raised = ""
     with warnings.catch_warnings(record=True) as caught:

@@ -10,8 +10,7 @@ import torch
 from drift_cases import BITS, Mixed, bits, random_flip
 from torch import nn
 
-from gradsync.drift.digests import NUM_SHARES, ReplicaDigests
-from gradsync.drift.replica_state import cut, replica_tensors_of
+from gradsync.drift.digests import NUM_SHARES, ReplicaDigests, cut, replica_tensors_of
 from gradsync.engine.bucket import Entry
 
 

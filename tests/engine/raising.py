@@ -9,13 +9,14 @@ import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 import gradsync as gs
 from gradsync.plan.paces import Accumulate, Pace
+from models import Raises
 
 WIDTH = 300  # more than a bucket
 BATCHES = 8
@@ -71,18 +72,6 @@ class Cell(NamedTuple):
 
 
 CELLS = [Cell(*each) for each in itertools.product(PACES, WHERE, MODES, (True, False))]
-
-
-class Raises(torch.autograd.Function):
-    """Passes everything on, and raises in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        raise ArithmeticError("a user's own exception")
 
 
 class Line(torch.nn.Module):

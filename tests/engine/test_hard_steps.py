@@ -13,37 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsync as gs
-from models import Branches, Convolution, mlp
+from models import Branches, Convolution, Trapped, mlp
 from yardstick import assert_replicas_equal
-
-
-class Trap(torch.autograd.Function):
-    """Passes everything on, and raises in backward when armed."""
-
-    armed = False
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        if Trap.armed:
-            raise ArithmeticError("a user's own exception")
-        return grad
-
-
-class Trapped(nn.Module):
-    """Raises in the middle of its backward, when later layers have sent their gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 64)
-        self.second = nn.Linear(64, 64)
-        self.third = nn.Linear(64, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.third(torch.tanh(self.second(Trap.apply(torch.tanh(self.first(x))))))
 
 
 def skip_batches(raising: list[int]) -> list[str]:
@@ -57,7 +28,7 @@ def skip_batches(raising: list[int]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(5):
-            Trap.armed = step in (0, 2) and rank in raising
+            model.armed = step in (0, 2) and rank in raising
             before = {name: p.detach().clone() for name, p in model.named_parameters()}
             try:
                 model(torch.randn(4, 8, generator=generator)).square().mean().backward()
@@ -95,7 +66,7 @@ def raise_inside_a_window(raising: list[int]) -> list[bool]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for step in range(9):
-            Trap.armed = step == 3 and rank in raising
+            model.armed = step == 3 and rank in raising
             before = model.first.weight.detach().clone()
             try:
                 model(torch.randn(4, 8, generator=generator)).square().mean().backward()

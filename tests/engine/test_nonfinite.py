@@ -21,7 +21,7 @@ def spoil(names: list[str], spoiled: dict[int, tuple[str, int]]) -> list[tuple[s
         model = Given(brings(0))
         with attached(model, EVERY[name], guard=gs.Guard(nonfinite="skip")) as sync:
             lines: list[Any] = []
-            sync._synchronization.health_log.noted = lines.append
+            sync._synchronization.health_log.listen(lines.append)
             for step in range(4):
                 grads = brings(step)
                 if step == 3 and dist.get_rank() in spoiled:
@@ -64,7 +64,7 @@ def skip_often(bad: list[int], max_skips: int, pace: Any) -> tuple[list[int], st
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sync = gs.attach(model, optimizer, gs.Plan(pace=pace), guard=gs.Guard(nonfinite="skip", max_skips=max_skips))
     lines: list[Any] = []
-    sync._synchronization.health_log.noted = lines.append
+    sync._synchronization.health_log.listen(lines.append)
     skipped, report = [], ""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -116,7 +116,7 @@ def scale_differently(policy: Any, off: int) -> tuple[list[str], str, list[Any],
     scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
     sync = gs.attach(model, optimizer, guard=gs.Guard(drift=policy), scaler=scaler)
     lines: list[Any] = []
-    sync._synchronization.health_log.noted = lines.append
+    sync._synchronization.health_log.listen(lines.append)
     raised = ""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -29,7 +29,7 @@ def swap(algorithm: str, widths: list[int], first: bool, compress: Any = None) -
     plan = gs.Plan(algorithm=ALGORITHMS[algorithm], bucket_bytes=1024, compress=compress)
     sync = gs.attach(model, None, plan)
     lines: list[Any] = []
-    sync._synchronization.health_log.noted = lines.append
+    sync._synchronization.health_log.listen(lines.append)
     said = ""
     for step in range(3):
         if step == (0 if first else 2) and dist.get_rank() == 1:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from raising import Raises
 from torch import nn
 
 import gradsync as gs
 from autos import BUCKETS, choosing, cluster, overhearing
+from models import Raises
 
 Run = Callable[..., list[Any]]
 Order = tuple[int, ...]

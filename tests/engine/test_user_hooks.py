@@ -11,10 +11,10 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
-from test_hard_steps import Trap, Trapped
 from torch import nn
 
 import gradsync as gs
+from models import Trapped
 from yardstick import assert_replicas_equal
 
 Arm = Literal["outside", "before", "after", "later", "torch before", "torch after"]
@@ -153,7 +153,7 @@ def raises_once(arm: Arm, plan: str = "", steps: bool = True) -> list[torch.Tens
     if arm == "after":
         step_in_backward(model)
     for step in range(4):
-        Trap.armed = step == 2 and dist.get_rank() == 1
+        model.armed = step == 2 and dist.get_rank() == 1
         with contextlib.suppress(ArithmeticError):
             model(data(step)).square().mean().backward()
         if steps:

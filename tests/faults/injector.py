@@ -3,8 +3,8 @@
     before_forward │ in_forward │ in_backward │ after_bucket │ before_header │ before_wait │ waiting │ after_sync
     │ in_step
 
-The loop calls `reach` for what lies in the loop; the points inside backward are reached by hooks and by wrapping
-the synchronization's own steps, in the test's process only.
+The loop calls `reach` for what lies in the loop; the points inside backward are reached by hooks, and as a listener
+to the synchronization.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from nursery import Journal
 
+from gradsync.agreement.header import Head
 from gradsync.engine.handle import GradSync
 from gradsync.transport.heartbeat import Phase
 from gradsync.transport.lane import Lane
@@ -65,23 +66,19 @@ class Injector:
 
     def install(self, sync: GradSync, model: torch.nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
         """Put the hooks on, after attach."""
-        synchronization = sync._synchronization
+        listeners = sync._steps.listeners
         if self.fault.last == self._rank:
             model[0].register_forward_hook(lambda *_: self._be_last(sync))
         model[0].register_forward_hook(lambda *_: self.reach("in_forward"))
         model.register_forward_hook(self._after_forward)
         optimizer.register_step_post_hook(lambda *_: self.reach("in_step"))
-        launch = synchronization._launch
-
-        def launch_then_reach(bucket: Any) -> None:
-            launch(bucket)
-            self.reach("after_bucket", bucket.index)
-
-        synchronization._launch = launch_then_reach  # type: ignore[method-assign]
-        synchronization._launch_header = self._reach_first("before_header", synchronization._launch_header)  # type: ignore[method-assign]
-        synchronization.finish = self._reach_first("before_wait", synchronization.finish)  # type: ignore[method-assign]
+        listeners.add(
+            left=lambda bucket, pending: self.reach("after_bucket", bucket.index),
+            announce=self._before_header,
+            header_waits=lambda: self.reach("before_wait"),
+        )
         if self.fault.point == "waiting" and self._is_next_to_the_victim(sync):
-            synchronization._launch_header = self._strike_first(sync, synchronization._launch_header)  # type: ignore[method-assign]
+            listeners.add(first=True, announce=lambda head: self._strike(sync, head))
 
     def reach(self, point: str, bucket: int | None = None) -> None:
         """This rank is at `point`; if the fault is here, it happens."""
@@ -110,32 +107,25 @@ class Injector:
     def _after_forward(self, _: torch.nn.Module, __: object, output: torch.Tensor) -> None:
         output.register_hook(lambda _: self.reach("in_backward"))
 
-    def _reach_first(self, point: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def reach_then_call(*args: Any) -> Any:
-            self.reach(point)
-            return function(*args)
-
-        return reach_then_call
+    def _before_header(self, head: Head) -> Head:
+        self.reach("before_header")
+        return head
 
     # A rank that waits cannot act; its neighbour, for whose header it waits, acts on it.
 
     def _is_next_to_the_victim(self, sync: GradSync) -> bool:
         return self._rank == (self.fault.rank + 1) % sync._lane.groups.size
 
-    def _strike_first(self, sync: GradSync, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _strike(self, sync: GradSync, head: Head) -> Head:
         liveness = sync._lane.liveness
-
-        def strike_then_call(*args: Any) -> Any:
-            if self.step == self.fault.step:
-                waiting = (self.fault.step, Phase.WAITING)
-                until(lambda: liveness.sights()[self.fault.rank].state[1:3] == waiting)
-                pid = liveness.pid(self.fault.rank)
-                assert pid is not None
-                self._journal.write("act")
-                os.kill(pid, _SIGNALS[self.fault.act])
-            return function(*args)
-
-        return strike_then_call
+        if self.step == self.fault.step:
+            waiting = (self.fault.step, Phase.WAITING)
+            until(lambda: liveness.sights()[self.fault.rank].state[1:3] == waiting)
+            pid = liveness.pid(self.fault.rank)
+            assert pid is not None
+            self._journal.write("act")
+            os.kill(pid, _SIGNALS[self.fault.act])
+        return head
 
     def _be_last(self, sync: GradSync) -> None:
         if self.step == self.fault.step:
@@ -160,7 +150,7 @@ class SumInjector(Injector):
             def call(*args: Any) -> Any:
                 self.reach("before_post")
                 if self.fault.point == "posted" and neighbour and self.step == self.fault.step:
-                    self._strike(lane)
+                    self._strike_now(lane)
                 return function(*args)
 
             return call
@@ -180,7 +170,7 @@ class SumInjector(Injector):
 
             threading.Thread(target=strike, daemon=True).start()
 
-    def _strike(self, lane: Lane) -> None:
+    def _strike_now(self, lane: Lane) -> None:
         self.step = -1  # once
         waiting = (self.fault.step, Phase.WAITING)
         until(lambda: lane.liveness.sights()[self.fault.rank].state[1:3] == waiting)

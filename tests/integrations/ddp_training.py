@@ -16,6 +16,21 @@ from gradsync.integrations.ddp_state import DDPState
 STEPS = 6
 Weights = dict[str, torch.Tensor]
 
+COMPRESSORS = {
+    "fp16": gs.fp16(),
+    "bf16": gs.bf16(),
+    "bf16 with feedback": gs.error_feedback(gs.bf16()),
+    "int8": gs.int8(),
+    "stochastic": gs.int8(rounding="stochastic"),
+    "int4": gs.int4(),
+    "sign": gs.sign(),
+    "topk": gs.topk(0.05),
+    "randomk": gs.randomk(0.05),
+    "powersgd": gs.powersgd(2),
+    "across_hosts": gs.across_hosts(gs.int8()),
+    "by_parameter": gs.by_parameter({"*.bias": None, "0.*": gs.int4(), "*": gs.powersgd(2)}),
+}
+
 
 def mlp() -> nn.Module:
     """Odd sizes, weights and biases."""

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_training import assert_close, assert_equal, assert_replicas_equal, batches, fit, loss_of, mlp
-from test_ddp_hook import COMPRESSORS
+from ddp_training import COMPRESSORS, assert_close, assert_equal, assert_replicas_equal, batches, fit, loss_of, mlp
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsync as gs

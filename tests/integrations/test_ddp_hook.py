@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_training import (
+    COMPRESSORS,
     STEPS,
     Branches,
     Convolution,
@@ -29,20 +30,6 @@ import gradsync as gs
 
 Run = Callable[..., list[Any]]
 
-COMPRESSORS = {
-    "fp16": gs.fp16(),
-    "bf16": gs.bf16(),
-    "bf16 with feedback": gs.error_feedback(gs.bf16()),
-    "int8": gs.int8(),
-    "stochastic": gs.int8(rounding="stochastic"),
-    "int4": gs.int4(),
-    "sign": gs.sign(),
-    "topk": gs.topk(0.05),
-    "randomk": gs.randomk(0.05),
-    "powersgd": gs.powersgd(2),
-    "across_hosts": gs.across_hosts(gs.int8()),
-    "by_parameter": gs.by_parameter({"*.bias": None, "0.*": gs.int4(), "*": gs.powersgd(2)}),
-}
 ALGORITHMS = {
     "native": gs.native(),
     "ring": gs.ring(),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from delayed_runs import backward, make_model, train, weights
 from torch import nn
 
 import gradsync as gs
@@ -17,30 +18,10 @@ import gradsync as gs
 RICH = gs.by_parameter([gs.rule(dims=1, compress=gs.sign()), gs.rule("2.*", compress=gs.powersgd(2))])
 
 
-def _train(plan: gs.Plan) -> tuple[nn.Module, torch.optim.Optimizer, gs.GradSync]:
-    model, optimizer = _model()
-    return model, optimizer, gs.attach(model, optimizer, plan)
-
-
-def _model() -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def _backward(model: nn.Module, step: int) -> None:
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    model(torch.randn(5, 8, generator=generator)).square().mean().backward()
-
-
-def _weights(model: nn.Module) -> torch.Tensor:
-    return torch.cat([param.detach().flatten() for param in model.parameters()])
-
-
 def like_by_hand(k: int, steps: int, to_none: bool) -> None:
-    model, optimizer, sync = _train(gs.Plan(pace=gs.delayed(k), bucket_bytes=1024))
+    model, optimizer, sync = train(gs.Plan(pace=gs.delayed(k), bucket_bytes=1024))
     for step in range(steps):
-        _backward(model, step)
+        backward(model, step)
         assert sync.mid_window == (step < k)
         optimizer.step()
         optimizer.zero_grad(to_none)
@@ -48,11 +29,11 @@ def like_by_hand(k: int, steps: int, to_none: bool) -> None:
         optimizer.step()
         optimizer.zero_grad(to_none)
     sync.detach()
-    by_hand, optimizer = _model()
+    by_hand, optimizer = make_model()
     means: list[list[torch.Tensor]] = []
     for step in range(steps + k):
         if step < steps:
-            _backward(by_hand, step)
+            backward(by_hand, step)
             means.append([_mean(param.grad) for param in by_hand.parameters()])
         optimizer.zero_grad()
         if step >= k:
@@ -61,8 +42,8 @@ def like_by_hand(k: int, steps: int, to_none: bool) -> None:
             optimizer.step()
             optimizer.zero_grad()
     if dist.get_world_size() < 3:  # of three the order of adding up matters
-        assert torch.equal(_weights(model), _weights(by_hand))
-    torch.testing.assert_close(_weights(model), _weights(by_hand))
+        assert torch.equal(weights(model), weights(by_hand))
+    torch.testing.assert_close(weights(model), weights(by_hand))
 
 
 def _mean(grad: torch.Tensor | None) -> torch.Tensor:
@@ -113,19 +94,19 @@ def test_every_gradient_is_applied_exactly_once(ranks: int, combine: str, run: C
 def resume_everywhere(compressed: bool) -> None:
     plan = gs.Plan(pace=gs.delayed(2), compress=RICH if compressed else None)
     steps, saved = 5, []
-    model, optimizer, sync = _train(plan)
+    model, optimizer, sync = train(plan)
     for step in range(steps):
         file = io.BytesIO()
         torch.save(sync.state_dict(), file)
         saved.append((file, deepcopy(model.state_dict()), deepcopy(optimizer.state_dict()), sync.mid_window))
-        _backward(model, step)
+        backward(model, step)
         optimizer.step()
         optimizer.zero_grad()
     final = sync.state_dict()
     sync.detach()
-    for begin, (file, weights, momentum, mid_window) in enumerate(saved):
-        other, optimizer, sync = _train(plan)
-        other.load_state_dict(weights)
+    for begin, (file, values, momentum, mid_window) in enumerate(saved):
+        other, optimizer, sync = train(plan)
+        other.load_state_dict(values)
         optimizer.load_state_dict(momentum)
         file.seek(0)
         state = torch.load(file, weights_only=True)
@@ -133,10 +114,10 @@ def resume_everywhere(compressed: bool) -> None:
         sync.load_state_dict(state)
         assert sync.mid_window == mid_window
         for step in range(begin, steps):
-            _backward(other, step)
+            backward(other, step)
             optimizer.step()
             optimizer.zero_grad()
-        assert torch.equal(_weights(other), _weights(model)), f"resumed before step {begin}"
+        assert torch.equal(weights(other), weights(model)), f"resumed before step {begin}"
         for key, tensor in sync.state_dict().items():
             assert torch.equal(tensor.nan_to_num(), final[key].nan_to_num()), f"{key}, resumed before step {begin}"
         sync.detach()
@@ -180,14 +161,14 @@ def test_what_was_brought_is_applied_or_waits_or_is_in_a_residual(
 
 def run_ahead(k: int, key: str, compress: gs.Compressor | None) -> None:
     """Rank 1 begins its first backward only when rank 0 has ended k of its own."""
-    model, optimizer, sync = _train(gs.Plan(pace=gs.delayed(k), compress=compress))
+    model, optimizer, sync = train(gs.Plan(pace=gs.delayed(k), compress=compress))
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 1:
         store.wait([key])
     for step in range(k + 2):
         if step == k and dist.get_rank() == 0:
             store.set(key, "")
-        _backward(model, step)
+        backward(model, step)
         optimizer.step()
         optimizer.zero_grad()
     sync.detach()

@@ -9,50 +9,16 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
-from test_delayed import _backward, _train
+from delayed_runs import backward, scalar, step_and_zero, train
 from torch import nn
 
 import gradsync as gs
-
-
-class Scalar(nn.Module):
-    """Its gradient is its input, so a test says what is averaged; lr is 1, so the weight says what was applied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(()))
-        self.other = nn.Parameter(torch.zeros(()))
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, gradient: float, other: float | None = None) -> torch.Tensor:
-        self.seen += gradient
-        return self.weight * gradient + (0 if other is None else self.other * other)
-
-
-def _scalar(k: int, **options: Any) -> tuple[Scalar, torch.optim.Optimizer, gs.GradSync]:
-    model = Scalar()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    return model, optimizer, gs.attach(model, optimizer, gs.Plan(pace=gs.delayed(k)), **options)
-
-
-def _step(optimizer: torch.optim.Optimizer) -> None:
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("out of memory")
+from models import Raises
 
 
 def abort(at: int, steps_after: bool, drains_at_once: bool) -> float:
     """Rank 1's backward raises in one step, after one gradient has arrived; its loop skips the step, or not."""
-    model, optimizer, sync = _scalar(2)
+    model, optimizer, sync = scalar(2)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         for step in range(at + 1 if drains_at_once else 6):
@@ -60,13 +26,13 @@ def abort(at: int, steps_after: bool, drains_at_once: bool) -> float:
             loss = model(2.0**step)
             try:
                 # What was made last is done first: `other` has its gradient before the exception.
-                (Fails.apply(loss) + 0 * model.other if raises else loss).backward()
-            except RuntimeError:
+                (Raises.apply(loss) + 0 * model.other if raises else loss).backward()
+            except ArithmeticError:
                 if not steps_after:
                     continue
-            _step(optimizer)
+            step_and_zero(optimizer)
         while sync.drain():
-            _step(optimizer)
+            step_and_zero(optimizer)
         sync.detach()
     said = [str(warning.message) for warning in heard if "backward did not finish on rank 1" in str(warning.message)]
     assert len(said) == 1, [str(warning.message) for warning in heard]
@@ -86,7 +52,7 @@ def test_after_a_backward_that_raised_drain_applies_the_rest(run: Callable[..., 
 
 
 def nonfinite(policy: Literal["skip", "raise"], resumes: bool) -> tuple[float, int, str]:
-    model, optimizer, sync = _scalar(2, guard=gs.Guard(nonfinite=policy))
+    model, optimizer, sync = scalar(2, guard=gs.Guard(nonfinite=policy))
     raised, dropped = "", 0
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
@@ -100,9 +66,9 @@ def nonfinite(policy: Literal["skip", "raise"], resumes: bool) -> tuple[float, i
             if resumes and step == 3:
                 sync.load_state_dict(sync.state_dict())
             dropped += sync.dropped
-            _step(optimizer)
+            step_and_zero(optimizer)
         while sync.drain():
-            _step(optimizer)
+            step_and_zero(optimizer)
     sync.detach()
     return model.weight.item(), dropped, raised
 
@@ -118,12 +84,13 @@ def test_a_nan_is_dropped_on_every_rank_when_its_turn_comes(resumes: bool, run: 
 
 
 def unused() -> None:
-    model, optimizer, sync = _scalar(1)
+    model, optimizer, sync = scalar(1)
     for step, there in enumerate([True, False, True, False]):
         model(1.0, 1.0 if there and dist.get_rank() == 1 else None).backward()
         assert (model.other.grad is not None) == (step > 0 and step % 2 == 1)
-        _step(optimizer)
-    assert not (sync.drain() and model.other.grad is not None)
+        step_and_zero(optimizer)
+    assert sync.drain()
+    assert model.other.grad is None
     sync.detach()
     assert model.other.item() == -1.0
 
@@ -133,14 +100,14 @@ def test_a_parameter_that_no_rank_used_gets_no_gradient(run: Callable[..., Any])
 
 
 def touch_nothing() -> float:
-    model, optimizer, sync = _scalar(1)
+    model, optimizer, sync = scalar(1)
     for step in range(4):
         if not (step == 1 and dist.get_rank() == 1):  # its loss does not depend on the model
             model(2.0**step).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
     while sync.drain():
-        _step(optimizer)
+        step_and_zero(optimizer)
     assert model.seen.item() == 1 + 2 + 4 + 8, "buffers are not rank 0's"
     sync.detach()
     return model.weight.item()
@@ -157,7 +124,7 @@ def look_up(sparse: bool) -> torch.Tensor:
     sync = gs.attach(model, optimizer, gs.Plan(pace=gs.delayed(1)))
     for step in range(4):
         model(torch.tensor([step, dist.get_rank(), step])).square().sum().backward()
-        _step(optimizer)
+        step_and_zero(optimizer)
     sync.detach()
     return model.weight.detach()
 
@@ -167,15 +134,15 @@ def test_sparse_gradients_travel_as_dense_ones(run: Callable[..., Any]) -> None:
 
 
 def drain_after_no_sync() -> float:
-    model, optimizer, sync = _scalar(1)
+    model, optimizer, sync = scalar(1)
     for step in range(3):
         with sync.no_sync():
             model(2.0**step).backward()
         if step == 0:
             model(64.0).backward()
-            _step(optimizer)
+            step_and_zero(optimizer)
     while sync.drain():
-        _step(optimizer)
+        step_and_zero(optimizer)
     sync.detach()
     return model.weight.item()
 
@@ -185,7 +152,7 @@ def test_what_no_sync_gathered_is_not_lost_at_the_end(run: Callable[..., Any]) -
 
 
 def drain_unequally() -> None:
-    model, _, sync = _scalar(1)
+    model, _, sync = scalar(1)
     model(1.0).backward()
     if dist.get_rank() == 0:
         sync.drain()
@@ -199,19 +166,19 @@ def test_ranks_that_drain_unequally_find_out(run: Callable[..., Any]) -> None:
 
 
 def change_k(before: int, after: int) -> float:
-    model, optimizer, sync = _scalar(before)
+    model, optimizer, sync = scalar(before)
     for step in range(before):
         model(2.0**step).backward()
-        _step(optimizer)
+        step_and_zero(optimizer)
     state = sync.state_dict()
     sync.detach()
-    model, optimizer, sync = _scalar(after)
+    model, optimizer, sync = scalar(after)
     sync.load_state_dict(state)
     for step in range(before, 7):
         model(2.0**step).backward()
-        _step(optimizer)
+        step_and_zero(optimizer)
     while sync.drain():
-        _step(optimizer)
+        step_and_zero(optimizer)
     sync.detach()
     return model.weight.item()
 
@@ -222,15 +189,14 @@ def test_with_another_k_nothing_that_waits_is_lost(before: int, after: int, run:
 
 
 def detach_at_once() -> None:
-    model, optimizer, sync = _train(gs.Plan(pace=gs.delayed(2), compress=gs.int8()))
+    model, optimizer, sync = train(gs.Plan(pace=gs.delayed(2), compress=gs.int8()))
     for step in range(3):
-        _backward(model, step)
-    before = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+        backward(model, step)
+    before = [param.grad.clone() for param in model.parameters()]
+    assert all(grad.any() for grad in before)
     sync.detach()
-    assert all(
-        torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), before, strict=True) if p.grad is not None
-    )
-    _backward(model, 3)
+    assert all(torch.equal(param.grad, grad) for param, grad in zip(model.parameters(), before, strict=True))
+    backward(model, 3)
     optimizer.step()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -89,3 +91,44 @@ class MixedTypes(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.in_single(x)).double()
         return self.in_half(torch.tanh(self.in_double(hidden)).bfloat16()).float()
+
+
+class Scalar(nn.Module):
+    """Its gradient is its input, so a test says what is averaged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.other = nn.Parameter(torch.zeros(()))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, gradient: float, other: float | None = None) -> torch.Tensor:
+        self.seen += gradient
+        return self.weight * gradient + (0 if other is None else self.other * other)
+
+
+class Raises(torch.autograd.Function):
+    """Passes everything on, and raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("a user's own exception")
+
+
+class Trapped(nn.Module):
+    """Once armed it raises in the middle of its backward, when later layers have sent their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 64)
+        self.second = nn.Linear(64, 64)
+        self.third = nn.Linear(64, 4)
+        self.armed = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        return self.third(torch.tanh(self.second(Raises.apply(hidden) if self.armed else hidden)))

@@ -90,14 +90,24 @@ def one_group_after_the_other(folder: Path) -> None:
         gc.enable()
 
 
-def tell_all(folder: Path) -> None:
-    for story in (tensors_without_memory, means_of_integers, a_disagreement_in_the_middle, bounds):
-        story()
-    one_group_after_the_other(folder)
+def test_a_tensor_without_memory_of_its_own_is_summed(run: Run) -> None:
+    run(tensors_without_memory)
 
 
-def test_stories(run: Run, tmp_path: Path) -> None:
-    run(tell_all, tmp_path)
+def test_a_mean_of_integers_is_an_integer(run: Run) -> None:
+    run(means_of_integers)
+
+
+def test_after_a_disagreement_the_ranks_are_at_one_place(run: Run) -> None:
+    run(a_disagreement_in_the_middle)
+
+
+def test_each_wait_keeps_its_own_bound(run: Run) -> None:
+    run(bounds)
+
+
+def test_a_destroyed_group_lets_go_of_the_store(run: Run, tmp_path: Path) -> None:
+    run(one_group_after_the_other, tmp_path)
 
 
 def nccl_is_not_here(folder: Path) -> None:

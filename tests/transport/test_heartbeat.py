@@ -13,7 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.transport.heartbeat import INITIAL, RECORD_NBYTES, Page, Phase, RankState, decode, encode
+from gradsync.transport.heartbeat import (
+    INITIAL,
+    RECORD_NBYTES,
+    Heartbeat,
+    OwnHeartbeat,
+    Phase,
+    RankState,
+    decode,
+    encode,
+)
 
 STATES = st.builds(
     RankState,
@@ -26,14 +35,14 @@ STATES = st.builds(
 
 
 @pytest.fixture
-def page() -> Iterator[Page]:
-    page = Page.create()
+def page() -> Iterator[Heartbeat]:
+    page = OwnHeartbeat()
     yield page
     page.close()
 
 
-def reader(page: Page) -> Page:
-    seen = Page.open(os.getpid(), page.fd, page.nonce)
+def reader(page: Heartbeat) -> Heartbeat:
+    seen = Heartbeat.open(os.getpid(), page.fd, page.nonce)
     assert seen is not None
     return seen
 
@@ -61,13 +70,13 @@ def test_culprits_beyond_the_record_are_left_out() -> None:
     assert found[1].culprits == tuple(range(64))
 
 
-def test_a_new_page_says_that_its_owner_computes(page: Page) -> None:
+def test_a_new_page_says_that_its_owner_computes(page: Heartbeat) -> None:
     seen = reader(page)
     assert seen.read() == INITIAL
     seen.close()
 
 
-def test_half_a_write_is_never_seen(page: Page) -> None:
+def test_half_a_write_is_never_seen(page: Heartbeat) -> None:
     before, after = RankState(1, 1, Phase.BACKWARD, 1, ()), RankState(2, 2, Phase.LOST_PEER, -1, (3,))
     seen = reader(page)
     page.write(before)
@@ -82,7 +91,7 @@ def test_half_a_write_is_never_seen(page: Page) -> None:
     seen.close()
 
 
-def test_a_reader_beside_a_writer_sees_only_what_was_written(page: Page) -> None:
+def test_a_reader_beside_a_writer_sees_only_what_was_written(page: Heartbeat) -> None:
     seen = reader(page)
     stop = threading.Event()
 
@@ -114,7 +123,7 @@ import importlib.util, sys
 spec = importlib.util.spec_from_file_location("page", {module.origin!r})
 sys.modules["page"] = page = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(page)
-own = page.Page.create()
+own = page.OwnHeartbeat()
 own.write(page.RankState(7, 41, page.Phase.FAILED, 3, (2,)))
 print(own.fd, own.nonce.hex(), flush=True)
 sys.stdin.read()
@@ -124,18 +133,18 @@ sys.stdin.read()
     ) as owner:
         assert owner.stdout is not None
         fd, nonce = owner.stdout.readline().split()
-        seen = Page.open(owner.pid, int(fd), bytes.fromhex(nonce))
+        seen = Heartbeat.open(owner.pid, int(fd), bytes.fromhex(nonce))
         owner.kill()
     assert seen is not None
     assert seen.read() == RankState(7, 41, Phase.FAILED, 3, (2,))
     seen.close()
 
 
-def test_a_stranger_is_refused(page: Page) -> None:
+def test_a_stranger_is_refused(page: Heartbeat) -> None:
     descriptors = os.listdir("/proc/self/fd")
-    assert Page.open(os.getpid(), page.fd, bytes(16)) is None  # another nonce
-    assert Page.open(os.getpid(), 10**6, page.nonce) is None  # no such descriptor
-    assert Page.open(2**22 - 1, page.fd, page.nonce) is None  # no such process
+    assert Heartbeat.open(os.getpid(), page.fd, bytes(16)) is None  # another nonce
+    assert Heartbeat.open(os.getpid(), 10**6, page.nonce) is None  # no such descriptor
+    assert Heartbeat.open(2**22 - 1, page.fd, page.nonce) is None  # no such process
     with open(__file__) as file:
-        assert Page.open(os.getpid(), file.fileno(), page.nonce) is None  # no page
+        assert Heartbeat.open(os.getpid(), file.fileno(), page.nonce) is None  # no page
     assert os.listdir("/proc/self/fd") == descriptors

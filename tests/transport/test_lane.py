@@ -53,6 +53,7 @@ class Peers:
     absent = ()
 
     def __init__(self) -> None:
+        self.heartbeat = self
         self.state = INITIAL
         self.said: list[RankState] = []
         self.looks: Iterator[Any] = iter(())

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore
 from gradsync.plan.guard import Guard
 from gradsync.transport import liveness as module
 from gradsync.transport.groups import Groups, make_groups
-from gradsync.transport.heartbeat import INITIAL, Page, Phase, RankState, encode
+from gradsync.transport.heartbeat import INITIAL, Heartbeat, OwnHeartbeat, Phase, RankState, encode
 from gradsync.transport.host_meeting import declare_host
 from gradsync.transport.liveness import Liveness
 from gradsync.transport.peers import LocalPeer, Mailbox, RemotePeer
@@ -41,12 +41,12 @@ def alone(peers: dict[int, Any]) -> Liveness:
 
 @pytest.fixture
 def theirs() -> Any:
-    page = Page.create()
+    page = OwnHeartbeat()
     yield page
     page.close()
 
 
-def local(page: Page) -> LocalPeer:
+def local(page: Heartbeat) -> LocalPeer:
     peer = LocalPeer.find(os.getpid(), page.fd, page.nonce)
     assert peer is not None
     return peer
@@ -55,7 +55,7 @@ def local(page: Page) -> LocalPeer:
 # --- silence ---
 
 
-def test_silence_lasts_until_the_next_beat(theirs: Page) -> None:
+def test_silence_lasts_until_the_next_beat(theirs: Heartbeat) -> None:
     peer = local(theirs)
     for _ in range(4):
         peer.listen(0.5)
@@ -67,7 +67,7 @@ def test_silence_lasts_until_the_next_beat(theirs: Page) -> None:
     peer.close()
 
 
-def test_a_rank_that_stood_still_itself_blames_nobody(monkeypatch: pytest.MonkeyPatch, theirs: Page) -> None:
+def test_a_rank_that_stood_still_itself_blames_nobody(monkeypatch: pytest.MonkeyPatch, theirs: Heartbeat) -> None:
     peer = local(theirs)
     own = alone({1: peer})
     until(lambda: own.state.beat > 0)
@@ -148,10 +148,10 @@ def test_the_last_word_reaches_the_store_before_the_mailbox_closes(tmp_path: Pat
 # --- the end ---
 
 
-def test_closing_says_so_and_leaves_no_thread_and_no_descriptor(theirs: Page) -> None:
+def test_closing_says_so_and_leaves_no_thread_and_no_descriptor(theirs: Heartbeat) -> None:
     threads, descriptors = threading.active_count(), os.listdir("/proc/self/fd")
     own = alone({1: local(theirs)})
-    seen = Page.open(os.getpid(), own._page.fd, own._page.nonce)
+    seen = Heartbeat.open(os.getpid(), own.heartbeat.fd, own.heartbeat.nonce)
     assert seen is not None
     own.at(3, Phase.BACKWARD, 1)
     assert seen.read()[1:4] == (3, Phase.BACKWARD, 1)
@@ -165,9 +165,9 @@ def test_closing_says_so_and_leaves_no_thread_and_no_descriptor(theirs: Page) ->
     assert own.sights() == {}
 
 
-def test_who_gave_up_is_read_as_that_after_it_closed(theirs: Page) -> None:
+def test_who_gave_up_is_read_as_that_after_it_closed(theirs: Heartbeat) -> None:
     own = alone({1: local(theirs)})
-    seen = Page.open(os.getpid(), own._page.fd, own._page.nonce)
+    seen = Heartbeat.open(os.getpid(), own.heartbeat.fd, own.heartbeat.nonce)
     assert seen is not None
     own.at(3, Phase.LOST_PEER, culprits=(1,))
     own.close()
@@ -175,7 +175,7 @@ def test_who_gave_up_is_read_as_that_after_it_closed(theirs: Page) -> None:
     seen.close()
 
 
-def test_a_forked_child_does_not_speak_for_its_parent(monkeypatch: pytest.MonkeyPatch, theirs: Page) -> None:
+def test_a_forked_child_does_not_speak_for_its_parent(monkeypatch: pytest.MonkeyPatch, theirs: Heartbeat) -> None:
     own = alone({1: local(theirs)})
     with monkeypatch.context() as patch:
         patch.setattr(module.os, "getpid", lambda: -1)

@@ -12,10 +12,11 @@ from gradsync.transport.heartbeat import INITIAL, Phase, RankState
 from gradsync.transport.session import Goodbye, Session
 
 
-class Page:
+class Heartbeat:
     """What a liveness is told."""
 
     def __init__(self) -> None:
+        self.heartbeat = self
         self.state = INITIAL
 
     def at(self, step: int, phase: Phase, bucket: int = -1, culprits: tuple[int, ...] = ()) -> None:
@@ -23,16 +24,16 @@ class Page:
 
 
 @pytest.fixture
-def page() -> Page:
-    return Page()
+def page() -> Heartbeat:
+    return Heartbeat()
 
 
 @pytest.fixture
-def session(page: Page) -> Session:
+def session(page: Heartbeat) -> Session:
     return Session(Groups(1, 3, (4, 5, 6)), page)  # type: ignore[arg-type]
 
 
-def test_messages_and_peers_hear_of_one_step(session: Session, page: Page) -> None:
+def test_messages_and_peers_hear_of_one_step(session: Session, page: Heartbeat) -> None:
     session.continue_at(7)
     session.next_step()
     session.at(Phase.BACKWARD, 3)
@@ -40,7 +41,7 @@ def test_messages_and_peers_hear_of_one_step(session: Session, page: Page) -> No
     assert page.state[1:4] == (8, Phase.BACKWARD, 3)
 
 
-def test_an_error_is_said_once(session: Session, page: Page) -> None:
+def test_an_error_is_said_once(session: Session, page: Heartbeat) -> None:
     assert session.give_up(KeyboardInterrupt())
     assert page.state.phase is Phase.FAILED
     session.at(Phase.COMPUTING)
@@ -48,14 +49,14 @@ def test_an_error_is_said_once(session: Session, page: Page) -> None:
     assert (session.failed, page.state.phase) == ("KeyboardInterrupt", Phase.COMPUTING)
 
 
-def test_who_was_named_by_a_wait_stays_named(session: Session, page: Page) -> None:
+def test_who_was_named_by_a_wait_stays_named(session: Session, page: Heartbeat) -> None:
     session.fail((2,), lost=True)
     assert session.give_up(PeerLost("rank 6 died", [6]))
     assert page.state[2:] == (Phase.LOST_PEER, -1, (2,))
 
 
 @pytest.mark.parametrize("error", [NonFinite("NaN"), BackwardAborted("late")])
-def test_what_ends_a_step_only_ends_no_session(session: Session, page: Page, error: GradSyncError) -> None:
+def test_what_ends_a_step_only_ends_no_session(session: Session, page: Heartbeat, error: GradSyncError) -> None:
     assert not session.give_up(error)
     assert (session.failed, page.state) == (None, INITIAL)
     session.next_call("all_reduce", "call")

@@ -4,6 +4,10 @@ One fixed head and one byte of marks per parameter, from every rank to every ran
 weighted mean, join, the no_sync mismatch, later freezing, sparsity, the NaN vote, the order of the buckets, and the
 comparison of replicas and loss scales. Its length is fixed at attach, so it can never abort a transport, whatever
 state a rank is in.
+
+Everything else that all ranks do together after attach begins with such a header too, which says what it is. Gloo
+aborts the process when sizes differ, and a rank may call `detach()` while another is in backward: so ranks that are
+in different calls find out, and raise the same sentence.
 """
 
 from __future__ import annotations
@@ -14,11 +18,14 @@ from typing import NamedTuple
 
 import torch
 
-from gradsync.errors import Disagreement, listed
+from gradsync.errors import JOIN, Disagreement, listed
+from gradsync.transport.heartbeat import Phase
+from gradsync.transport.lane import Lane
+from gradsync.transport.pending import Pending
 
 _HEAD = struct.Struct("<qQdiiiI8siqQ8sdi")
 HEAD_NBYTES = _HEAD.size
-NO_REPLICA_DIGEST = bytes(8)
+NO_DIGEST = NO_REPLICA_DIGEST = bytes(8)
 
 
 class Mark:
@@ -55,12 +62,43 @@ class Head(NamedTuple):
     micro_batches: int
     flags: int
     digest: bytes  # of the first step's local gradients, zeros later; in other calls, a word of theirs
-    call: int = 0  # what ranks meet for; see `calls`
+    call: int = 0  # what ranks meet for; see `Call`
     num_nonfinite: int = 0  # elements of that first parameter that are NaN or Inf
     order: int = 0  # hash of the buckets as this rank launches them
     replica_digest: bytes = NO_REPLICA_DIGEST  # digest of a part of its replica
     loss_scale: float = 0.0  # its GradScaler's; 0: it has none, or cannot say yet
     num_steps: int = -1  # of its optimizers since the last synchronization; -1: it does not say
+
+
+class Call(enum.IntEnum):
+    """What ranks can meet for."""
+
+    SYNCHRONIZE = 0
+    VOTE = 1
+    BROADCAST = 2
+    LOAD = 3
+    DETACH = 4
+    GATHER = 5
+    AVERAGE = 6
+    NEIGHBOURS = 7
+    DRAIN = 8
+    PLAN = 9
+
+
+_NAMES = {
+    Call.SYNCHRONIZE: "a synchronization",
+    Call.VOTE: "the vote of join()",
+    Call.BROADCAST: "broadcast() or the end of join()",
+    Call.LOAD: "load_state_dict()",
+    Call.DETACH: "detach()",
+    Call.GATHER: "state_dict(all_ranks=True)",
+    Call.AVERAGE: "an average of its pace",
+    Call.NEIGHBOURS: "an exchange with its neighbours",
+    Call.DRAIN: "drain()",
+    Call.PLAN: "the choice of a plan by gs.auto()",
+}
+_STEPS = {Call.SYNCHRONIZE, Call.VOTE}
+_ENDS = {Call.DETACH, Call.DRAIN}  # what comes after the last batch
 
 
 class Headers:
@@ -70,8 +108,15 @@ class Headers:
         raw = [bytes(row.numpy()) for row in rows]
         self.heads = [Head(*_HEAD.unpack_from(row)) for row in raw]
         self.marks = [row[HEAD_NBYTES:] for row in raw]
-        self.same_marks = all(marks == self.marks[0] for marks in self.marks)
+        self.same_marks = self.marks.count(self.marks[0]) == len(raw)
         self._rows = rows
+        self.used = self.any(Mark.USED)  # 1 for each parameter of which any rank has a gradient
+        # Weights times micro-batches, shadows excepted: their weight is zero.
+        self.total_weight, self.flags, self.same_order = 0.0, 0, True
+        for head in self.heads:
+            self.total_weight += head.weight * head.micro_batches
+            self.flags |= head.flags  # of any rank
+            self.same_order &= head.order == self.heads[0].order
 
     def any(self, mark: int) -> bytes:
         """Per parameter, 1 where any rank set `mark`."""
@@ -83,14 +128,50 @@ class Headers:
         """The ranks (by index in the group) that set `flag`."""
         return [rank for rank, head in enumerate(self.heads) if head.flags & flag]
 
-    def total_weight(self) -> float:
-        """The sum of weight times micro-batches, shadows excepted: their weight is zero."""
-        return sum(head.weight * head.micro_batches for head in self.heads)
-
 
 def pack_header(head: Head, marks: bytearray) -> torch.Tensor:
     """The header as a tensor of bytes."""
     return torch.frombuffer(bytearray(_HEAD.pack(*head) + marks), dtype=torch.uint8)
+
+
+def launch_header(lane: Lane, head: Head, marks: bytearray, synchronizes: bool = False) -> tuple[Pending, torch.Tensor]:
+    """Start the exchange of headers; the rows are valid when the pending is done."""
+    row = pack_header(head, marks)
+    if synchronizes:
+        lane.at(Phase.SYNCHRONIZING)
+    rows = torch.empty(lane.groups.size, HEAD_NBYTES + len(marks), dtype=torch.uint8, device="cpu")
+    return lane.tell_all(row, rows, "the step header"), rows
+
+
+def meet(lane: Lane, call: Call, num_parameters: int, word: bytes = bytes(8), flags: Flag = Flag.NONE) -> list[Head]:
+    """Wait until every rank is in this call; return what each brought: 8 bytes, and flags."""
+    head = Head(lane.step, 0, 0.0, 0, -1, 0, flags, word, call)
+    pending, rows = launch_header(lane, head, bytearray(num_parameters))
+    lane.wait(pending)
+    headers = Headers(rows)
+    check_same_call(headers, lane.groups.ranks)
+    return headers.heads
+
+
+def check_same_call(headers: Headers, ranks: tuple[int, ...]) -> None:
+    """Raise the same sentence everywhere if ranks are in different calls."""
+    first = headers.heads[0].call
+    for rank, head in enumerate(headers.heads):
+        if head.call != first:
+            raise Disagreement(
+                f"rank {ranks[0]} is in {_NAMES[Call(first)]} but rank {ranks[rank]} is in {_NAMES[Call(head.call)]}; "
+                f"{_way_out({Call(first), Call(head.call)})}"
+            )
+
+
+def _way_out(calls: set[Call]) -> str:
+    if Call.VOTE in calls and Call.SYNCHRONIZE in calls:
+        return "enter `with sync.join():` on every rank"
+    if calls & _ENDS and calls & _STEPS:
+        return JOIN
+    if Call.DETACH in calls and calls & {Call.AVERAGE, Call.NEIGHBOURS}:  # paces that know no join()
+        return "every rank must take equally many steps"
+    return "every rank must call the same, in the same step"
 
 
 def check_headers(headers: Headers, names: list[str], ranks: tuple[int, ...]) -> None:

@@ -31,17 +31,14 @@ class Found(NamedTuple):
     num_elements: int | None
 
 
-def _ignore(line: Health) -> None: ...
-
-
 class HealthLog:
     """What was found wrong since attach, whatever plans there were."""
 
     def __init__(self, max_skips: int) -> None:
-        self.noted: Callable[[Health], None] = _ignore
+        self._heard: list[Callable[[Health], None]] = []
         self.skipped_steps = 0
         self.drift_findings = 0
-        self.error = ""  # this rank's exception in the batch that all are about to drop, as far as it is known
+        self._error = ""  # this rank's exception in the batch that all are about to drop, as far as it is known
         self._num_aborted = 0  # batches in a row in which a rank raised
         self._max_skips = max_skips
         self._in_a_row = 0
@@ -51,8 +48,22 @@ class HealthLog:
         self, step: int, what: str, text: str, ranks: Sequence[int] = (), parameter: str | None = None,
         count: int | None = None,
     ) -> None:  # fmt: skip
-        """Let the listener know."""
-        self.noted(Health(step, what, list(ranks), parameter, count, text))
+        """Let the listeners know."""
+        for hear in self._heard:
+            hear(Health(step, what, list(ranks), parameter, count, text))
+
+    def listen(self, hear: Callable[[Health], None]) -> None:
+        """Tell this one of all that is found from now on."""
+        self._heard.append(hear)
+
+    def raised(self, error: str) -> None:
+        """This rank's batch, which all are about to drop, raised that."""
+        self._error = error
+
+    def take_error(self) -> str:
+        """What it was, told once."""
+        error, self._error = self._error, ""
+        return error
 
     def aborted(self) -> int:
         """A batch was dropped because a rank raised; how many there were in a row."""
@@ -109,7 +120,8 @@ def step_verdict(
     If the ranks are not in the same step at all, every rank raises `Disagreement`.
     """
     ranks = lane.groups.ranks
-    if aborted := headers.flagged(Flag.ABORTED):
+    if headers.flags & Flag.ABORTED:
+        aborted = headers.flagged(Flag.ABORTED)
         _tell_aborted(lane, {ranks[rank]: Flag(headers.heads[rank].flags) for rank in aborted}, health_log)
         return Outcome.DROPPED, ""
     check_headers(headers, names, ranks)
@@ -140,7 +152,7 @@ def _kinds(flag: Flag) -> list[str]:
 def _tell_aborted(lane: Lane, flags: dict[int, Flag], health_log: HealthLog) -> None:
     """Warn, or raise if nothing is trained at all: every rank does the same."""
     what = interrupted(flags)
-    error, health_log.error = health_log.error, ""
+    error = health_log.take_error()
     if health_log.aborted() >= TOO_MANY:
         raise GradSyncError(
             f"{lane.place()} {TOO_MANY} batches in a row came to nothing on every rank, since {what} in the last of "

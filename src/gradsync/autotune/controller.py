@@ -31,20 +31,20 @@ from typing import Literal
 
 import torch
 
-from gradsync.agreement.calls import Call
 from gradsync.agreement.documents import share
+from gradsync.agreement.header import Call
 from gradsync.autotune import saved_choice
-from gradsync.autotune.decide import Decision, decide, gather, miss, probe_links, say
-from gradsync.autotune.saved_choice import Chosen
+from gradsync.autotune.decide import Decision, decide, describe_miss, gather, probe_links, say
+from gradsync.autotune.profiling import Timing, devices_of
+from gradsync.autotune.saved_choice import SavedChoice
 from gradsync.autotune.stopwatch import Stopwatch, clock_for
-from gradsync.autotune.timing import Timing, devices_of
 from gradsync.engine.assemble import Builder
+from gradsync.engine.listeners import Moments
+from gradsync.engine.loop import Steps
 from gradsync.engine.several_models import chooses
-from gradsync.engine.step import Steps
-from gradsync.engine.synchronization import Synchronization
 from gradsync.errors import Disagreement, listed
 from gradsync.plan.auto import PROFILING, Auto
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 from gradsync.trace.lines import PlanChoice
 
 
@@ -57,16 +57,11 @@ def switch(steps: Steps, builder: Builder, plan: Plan) -> None:
         return
     opened = builder.open(plan)
     old, old_pace = steps.synchronization, steps.pace
-    arrangement, kept = old.bucket_order.arrangement(), old.sender.kept()
-    _own_gradients(old)
+    for entry in old.entries:
+        entry.leave()
     engine = builder.build(plan, opened)
-    new = engine.synchronization
-    new.sender.replace(kept)
-    new.bucket_order.arrange(arrangement)
-    new.weighting.unit, new.weighting.weight = old.weighting.unit, old.weighting.weight
-    new.dropped, new.delivered = old.dropped, old.delivered
-    new.recorder.count = old.recorder.count
-    new.lane.session.continue_at(old.lane.step)
+    engine.synchronization.continue_from(old)
+    engine.recorder.continue_from(steps.recorder)
     steps.install(engine)
     # All ranks have met in the new lane, so nobody reads from the old one any more; but a stream may be behind.
     if any(not channel.on_host for channel in old.lane.groups.data.values()):
@@ -75,23 +70,13 @@ def switch(steps: Steps, builder: Builder, plan: Plan) -> None:
     old.lane.close(together=True)
 
 
-def _own_gradients(synchronization: Synchronization) -> None:
-    """Gradients that lie in buckets get memory of their own, and parameters forget where they stood."""
-    for entry in synchronization.entries:
-        grad = entry.param.grad
-        if grad is not None and grad._is_view():
-            entry.param.grad = grad.clone()
-        entry.seen = -1
-        entry.kept = None
-
-
 _TOLERANCE = 0.25  # by which a measured step may be off the predicted one
 _NEVER = sys.maxsize
 _WORD = struct.Struct("<d")
 
 
 class Controller:
-    """The listener of a GradSync that chooses its plan; see `Listener`."""
+    """The listener of a GradSync that chooses its plan; see `Moments`."""
 
     def __init__(self, auto: Auto, steps: Steps, builder: Builder, name: str) -> None:
         """Every rank calls this at once, with nothing under way."""
@@ -110,7 +95,7 @@ class Controller:
         self._warm = False
         self._phase: Literal["profiling", "running", "settled"] = "profiling"
         me = weakref.ref(self)
-        steps.is_due = lambda: (controller := me()) is not None and controller.is_due
+        steps.chooses(lambda: (controller := me()) is not None and controller.is_due)
         chooses(steps)
         self._profile()
         if self._cluster is None:  # on every rank
@@ -125,7 +110,20 @@ class Controller:
     def _step(self) -> int:
         return self._steps.synchronization.lane.step
 
-    # For Steps
+    # As a listener
+
+    @property
+    def moments(self) -> Moments:
+        return {
+            "border": self.border,
+            "forward_begins": self.forward_begins,
+            "backward_begins": self.backward_begins,
+            "arrived": self.arrived,
+            "backward_ends": self.backward_ends,
+            "synchronized": self.synchronized,
+            "optimizer_begins": self.optimizer_begins,
+            "optimizer_ends": self.optimizer_ends,
+        }
 
     @property
     def is_due(self) -> bool:
@@ -162,10 +160,6 @@ class Controller:
             self._stopwatch.lap(counts and self._warm, waited=True)
             self._warm = True
 
-    def step_ended(self) -> None: ...
-
-    def failed(self, error: BaseException) -> None: ...
-
     def optimizer_begins(self) -> None:
         if self._stopwatch is not None:
             self._stopwatch.optimizer_begins()
@@ -192,11 +186,11 @@ class Controller:
             if not timings:  # every step was dropped
                 self._profile()
                 return
-            self._look_at_links(timings)
+            self._probe_if_changed(timings)
             decision = decide(lane, timings, self._entries, self._cluster, self._auto.allow, self._name)
             self._adopt(decision)
 
-    def _look_at_links(self, timings: Sequence[Timing]) -> None:
+    def _probe_if_changed(self, timings: Sequence[Timing]) -> None:
         """Probe anew if synchronizations take another time than after the last probe."""
         if self._auto.cluster is not None:
             return
@@ -208,7 +202,7 @@ class Controller:
 
     def _adopt(self, decision: Decision, anew: bool = True) -> None:
         """Run with this plan, and look after its prediction; not `anew`: it was chosen in an earlier run."""
-        plan, predicted_s, grounds = decision
+        plan, predicted_s, inputs = decision
         self._stopwatch = None
         try:
             switch(self._steps, self._builder, plan)
@@ -224,8 +218,8 @@ class Controller:
             self._phase, self._due = "settled", _NEVER
             return
         self._run()
-        if grounds is not None and self._auto.save is not None and anew:
-            grounds.save(self._auto.save, plan)
+        if inputs is not None and self._auto.save is not None and anew:
+            inputs.save(self._auto.save, plan)
         if self._steps.tracing is not None:
             choice = PlanChoice(self._step, plan.canonical(), predicted_s, self.link_bandwidth)
             self._steps.tracing.tracer.write(choice)
@@ -238,7 +232,7 @@ class Controller:
     def _check(self) -> None:
         """Compare the measured step with the predicted one, the same numbers on every rank."""
         assert self.predicted_s is not None
-        records = self._steps.synchronization.recorder.records()
+        records = self._steps.recorder.records()
         times = [record.step_s for record in records if record.step > self._chosen_at]
         heads = self._steps.meet(Call.PLAN, _WORD.pack(median(times) if times else math.nan))
         medians = [value for head in heads if not math.isnan(value := _WORD.unpack(head.digest)[0])]
@@ -249,7 +243,7 @@ class Controller:
             return
         self._misses += 1
         if self._steps.synchronization.lane.groups.rank == 0:
-            say(miss(measured_s, self.predicted_s, self._step, self._auto.steps))
+            say(describe_miss(measured_s, self.predicted_s, self._step, self._auto.steps))
         with self._steps.failing():
             switch(self._steps, self._builder, PROFILING)
         self._profile()
@@ -262,7 +256,7 @@ class Controller:
             return saved_choice.flatten(None)
         plan = self._steps.plan.canonical()
         return saved_choice.flatten(
-            Chosen(plan, self.predicted_s, self._steps.synchronization.lane.groups.size, self._auto.allow)
+            SavedChoice(plan, self.predicted_s, self._steps.synchronization.lane.groups.size, self._auto.allow)
         )
 
     def take_plan(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -285,7 +279,9 @@ class Controller:
             if document["refusal"] is not None:
                 who = listed(lane.global_ranks([rank]))
                 raise Disagreement(f"{lane.place()} {who} cannot load its state: {document['refusal']}")
-        found = next((Chosen(*document["chosen"]) for document in documents if document["chosen"] is not None), None)
+        found = next(
+            (SavedChoice(*document["chosen"]) for document in documents if document["chosen"] is not None), None
+        )
         if found is not None and (found.ranks, found.allow) == (lane.groups.size, self._auto.allow):
             with self._steps.failing():
                 self._adopt(Decision(Plan.from_canonical(found.plan), found.predicted_s, None), anew=False)

@@ -7,6 +7,13 @@
 
 Digests are taken at the end of backward, when parameters and optimizer state are at rest on every rank: nobody steps
 before its gradients are there. The closer look is `diagnosis`; it happens when all ranks are at the same place.
+
+What all ranks must hold alike (parameters, optimizer state, hyper-parameters) is cut into shares:
+
+    replica tensors   │ lr of group 0 │ … │ w ─────────────── │ b │ exp_avg of w ──── │ …
+    shares     │ 0    │ 1    │ 2    │ 3    │ 4    │ 5    │ …                       equal bytes, one per step
+
+What it holds is looked up when it is needed: an optimizer makes its state late, and loading a checkpoint replaces it.
 """
 
 from __future__ import annotations
@@ -15,14 +22,13 @@ import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from gradsync.agreement.header import NO_REPLICA_DIGEST, Headers
-from gradsync.drift.replica_state import Piece, cut, replica_tensors_of
 from gradsync.engine.bucket import Entry
 from gradsync.kernels import digest
 
@@ -31,7 +37,134 @@ _LAG_ON_HOST, _LAG_ON_DEVICE = 1, 2  # synchronizations after which a digest is 
 _SMALL_NBYTES = 1 << 20  # pieces on a GPU that are digested together
 
 
-class Suspicion(NamedTuple):
+_VALUE_NBYTES = 8  # what a plain value counts for
+
+
+class ReplicaTensor(NamedTuple):
+    """A tensor or a plain value that all replicas hold alike."""
+
+    name: str  # for people, and by which ranks compare
+    parameter: str | None  # whose it is
+    owner: torch.nn.Parameter | Optimizer
+    key: tuple[Any, ...]  # where it is in an optimizer: a parameter and a word, or the number of a group and a word
+    number: int  # of the optimizer; -1 for a parameter
+
+    @property
+    def value(self) -> Any:
+        """The tensor or plain value as it is now; None if it is not there."""
+        if not isinstance(self.owner, Optimizer):
+            return self.owner.detach()
+        place, word = self.key
+        if isinstance(place, int):
+            return self.owner.param_groups[place].get(word) if place < len(self.owner.param_groups) else None
+        return _state_of(self.owner, place).get(word)
+
+    @property
+    def form(self) -> str:
+        """The kind of value without its elements: equal forms have equally many.
+
+        Plain values are their own form.
+        """
+        value = self.value
+        if isinstance(value, torch.Tensor):
+            return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        return repr(value)
+
+    def digest(self) -> int:
+        """The digest of the whole."""
+        value = self.value
+        return digest.digest(value) if isinstance(value, torch.Tensor) else zlib.crc32(repr(value).encode())
+
+
+class Piece(NamedTuple):
+    """Some elements of a tensor, or a plain value."""
+
+    replica_tensor: ReplicaTensor
+    start: int
+    stop: int
+
+    def take(self) -> torch.Tensor | int:
+        """The elements themselves; of a plain value its digest."""
+        value = self.replica_tensor.value
+        if not isinstance(value, torch.Tensor):
+            return self.replica_tensor.digest()
+        return value.detach().reshape(-1)[self.start : self.stop]
+
+    def digest(self) -> int:
+        taken = self.take()
+        return taken if isinstance(taken, int) else digest.digest(taken)
+
+
+def replica_tensors_of(entries: Sequence[Entry], optimizers: Sequence[Optimizer]) -> list[ReplicaTensor]:
+    """What a replica holds, in an order that is equal on every rank; what may be the cause of the rest comes first."""
+    titles = [
+        type(optimizer).__name__ + (f" {number}" if len(optimizers) > 1 else "")
+        for number, optimizer in enumerate(optimizers)
+    ]
+    held = [
+        ReplicaTensor(f"{word} of group {index} of {titles[number]}", None, optimizer, (index, word), number)
+        for number, optimizer in enumerate(optimizers)
+        for index, group in enumerate(optimizer.param_groups)
+        for word in sorted(group)
+        if word != "params" and is_comparable(group[word])
+    ]
+    held += [ReplicaTensor(f'parameter "{entry.name}"', entry.name, entry.param, (), -1) for entry in entries]
+    for number, optimizer in enumerate(optimizers):
+        of = f" in {titles[number]}" if len(optimizers) > 1 else ""
+        held += _optimizer_tensors(entries, optimizer, number, of)
+    return held
+
+
+def _optimizer_tensors(entries: Sequence[Entry], optimizer: Optimizer, number: int, of: str) -> list[ReplicaTensor]:
+    return [
+        ReplicaTensor(f'{word} of parameter "{entry.name}"{of}', entry.name, optimizer, (entry.param, word), number)
+        for entry in entries
+        for word, value in sorted(_state_of(optimizer, entry.param).items(), key=lambda item: str(item[0]))
+        # A fraction may be of this rank's own loss, as LBFGS keeps it; a count is not.
+        if is_comparable(value) and not isinstance(value, float)
+    ]
+
+
+def _state_of(optimizer: Optimizer, param: torch.Tensor) -> dict[Any, Any]:
+    """The optimizer's state, without making one: an optimizer's `state` is a defaultdict."""
+    state: dict[Any, Any] = optimizer.state.get(param, {})
+    return state
+
+
+def is_comparable(value: object) -> bool:
+    """Whether equal replicas hold it alike: dense tensors and plain values do."""
+    if isinstance(value, torch.Tensor):
+        return value.layout == torch.strided and not value.is_quantized
+    if isinstance(value, list | tuple):
+        return all(not isinstance(item, torch.Tensor) and is_comparable(item) for item in value)
+    return isinstance(value, bool | int | float | str)
+
+
+def cut(replica_tensors: Sequence[ReplicaTensor], num_shares: int) -> list[list[Piece]]:
+    """Divide a replica into so many shares of about equal bytes, on borders of words."""
+    sizes = [_size(replica_tensor.value) for replica_tensor in replica_tensors]
+    total = sum(numel * item for numel, item in sizes)
+    shares: list[list[Piece]] = [[] for _ in range(num_shares)]
+    at = 0
+    for replica_tensor, (numel, item) in zip(replica_tensors, sizes, strict=True):
+        step = max(1, digest.WORD_NBYTES // item)
+        start = 0
+        while start < numel:
+            share = min(num_shares - 1, at * num_shares // max(1, total))
+            room = (share + 1) * total // num_shares - at  # bytes until the share is full
+            stop = numel if share == num_shares - 1 else min(numel, start + max(step, room // item // step * step))
+            shares[share].append(Piece(replica_tensor, start, stop))
+            at += (stop - start) * item
+            start = stop
+    return shares
+
+
+def _size(value: Any) -> tuple[int, int]:
+    """Elements, and bytes of each."""
+    return (value.numel(), value.element_size()) if isinstance(value, torch.Tensor) else (1, _VALUE_NBYTES)
+
+
+class DigestMismatch(NamedTuple):
     """Digests that differed."""
 
     step: int  # when they were taken
@@ -50,19 +183,20 @@ class DigestReading:
     layout: int  # hash of what all shares are of
     pieces: list[Piece]
     known: list[int]
-    coming: torch.Tensor | None  # in pinned memory
-    passed: list[torch.cuda.Event]
+    pending: torch.Tensor | None  # in pinned memory
+    events: list[torch.cuda.Event]
     loss_scale: float
+    joined: int = 0  # of all, where the host knows them
 
     def word(self) -> bytes:
         """8 bytes, never those that stand for nothing."""
-        numbers = [self.layout, *self.known]
-        if self.coming is not None:
-            for event in self.passed:
+        if self.pending is not None:
+            for event in self.events:
                 event.synchronize()  # steps ago: it has passed, unless the host is far ahead
-            numbers += [number & (1 << 64) - 1 for number in self.coming[:-1].tolist()]
-            self.loss_scale = float(self.coming[-1:].view(torch.float64))
-        return (digest.joined(numbers) or 1).to_bytes(8, "little")
+            pending = [number & (1 << 64) - 1 for number in self.pending[:-1].tolist()]
+            self.joined = digest.joined([self.layout, *self.known, *pending])
+            self.loss_scale = float(self.pending[-1:].view(torch.float64))
+        return (self.joined or 1).to_bytes(8, "little")
 
 
 class ReplicaDigests:
@@ -99,12 +233,12 @@ class ReplicaDigests:
         word = reading.word()
         return word, self._scale_on_host() or reading.loss_scale
 
-    def hear(self, headers: Headers) -> Suspicion | None:
+    def hear(self, headers: Headers) -> DigestMismatch | None:
         """Compare what all ranks announced in one header, the oldest that was not heard."""
         words, reading = [head.replica_digest for head in headers.heads], self._announced.popleft()
         if reading is None or NO_REPLICA_DIGEST in words or all(word == words[0] for word in words):
             return None
-        return Suspicion(reading.step, reading.generation, words, reading.layout, reading.pieces)
+        return DigestMismatch(reading.step, reading.generation, words, reading.layout, reading.pieces)
 
     def forget(self) -> None:
         """What was digested so far says nothing any more: replicas were changed, or may differ for a while."""
@@ -126,9 +260,9 @@ class ReplicaDigests:
 
     def _read(self, step: int, pieces: list[Piece]) -> DigestReading:
         known: list[int] = []
+        scale = self._scale_on_device()
         distant: dict[torch.device, list[torch.Tensor]] = {}
-        for piece in pieces:
-            taken = piece.take()
+        for taken in [piece.take() for piece in pieces]:
             if isinstance(taken, int):
                 known.append(taken)
             elif taken.is_cuda:
@@ -136,8 +270,9 @@ class ReplicaDigests:
             else:
                 known.append(digest.digest(taken))
         reading = DigestReading(step, self.generation, self._layout, pieces, known, None, [], 0.0)
-        scale = self._scale_on_device()
-        if distant or scale is not None:
+        if not distant and scale is None:
+            reading.joined = digest.joined([self._layout, *known])
+        else:
             _ask(reading, distant, torch.zeros((), dtype=torch.float32, device="cpu") if scale is None else scale)
         return reading
 
@@ -155,14 +290,14 @@ class ReplicaDigests:
 def _ask(reading: DigestReading, distant: dict[torch.device, list[torch.Tensor]], scale: torch.Tensor) -> None:
     """Start the digests of what is on devices, and their way to the host."""
     parts = [digest.launch(part) for parts in distant.values() for part in _together(parts)]
-    coming = torch.empty(len(parts) + 1, dtype=torch.int64, pin_memory=True, device="cpu")
-    for place, part in zip(coming, [*parts, scale.double().view(torch.int64).reshape(())], strict=True):
+    pending = torch.empty(len(parts) + 1, dtype=torch.int64, pin_memory=True, device="cpu")
+    for place, part in zip(pending, [*parts, scale.double().view(torch.int64).reshape(())], strict=True):
         place.copy_(part, non_blocking=True)
-    reading.coming = coming
+    reading.pending = pending
     for device in {part.device for part in [*parts, scale] if part.is_cuda}:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(device))
-        reading.passed.append(event)
+        reading.events.append(event)
 
 
 def _together(parts: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -7,15 +7,17 @@ step. Paces whose replicas differ by design never ask.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from gradsync.agreement.header import NO_REPLICA_DIGEST, Headers
+from gradsync.agreement.header import NO_REPLICA_DIGEST, Flag, Head, Headers
 from gradsync.agreement.outcome import HealthLog
 from gradsync.drift.diagnosis import Diagnosis
 from gradsync.drift.digests import ReplicaDigests
 from gradsync.engine.bucket import Entry
+from gradsync.engine.listeners import Listeners
 from gradsync.plan.guard import Guard
 from gradsync.transport.lane import Lane
 
@@ -32,23 +34,34 @@ class DriftMonitor:
         health_log: HealthLog,
         size: int,
     ) -> None:
-        self._on = guard.drift != "off" and size > 1
-        self.paused = False
+        self.is_on = guard.drift != "off" and size > 1
+        self._paused = False
         self._replica_digests = ReplicaDigests(entries, optimizers, scaler)
         self._diagnosis = Diagnosis(self._replica_digests, guard.drift, health_log)
 
     def announce(self) -> tuple[bytes, float]:
         """What the header of this step says of the replica, and of its loss scale."""
-        if not self._on:
+        if not self.is_on:
             return NO_REPLICA_DIGEST, 0.0
-        if self.paused:
+        if self._paused:
             self._replica_digests.forget()
         return self._replica_digests.announce()
 
+    def write(self, head: Head) -> Head:
+        """Likewise, into the header itself."""
+        replica_digest, loss_scale = self.announce()
+        if head.flags & Flag.SHADOW:
+            loss_scale = 0.0  # its scaler stands still, and follows when join() ends
+        return head._replace(replica_digest=replica_digest, loss_scale=loss_scale)
+
     def take(self, step: int) -> None:
         """Digest a share of the replica, which is at rest; best while something travels."""
-        if self._on and not self.paused:
+        if self.is_on and not self._paused:
             self._replica_digests.take(step)
+
+    def pause(self, paused: bool) -> None:
+        """Inside join() some ranks do not step, and replicas differ for a while."""
+        self._paused = paused
 
     def replaced(self) -> None:
         """Entries have other parameters from now on: look anew at what is digested."""
@@ -60,17 +73,29 @@ class DriftMonitor:
 
     def hear(self, headers: Headers, lane: Lane) -> Callable[[], None]:
         """Compare what all ranks said in one header; returns what they do about it, all at the same place."""
-        if not self._on:
+        if not self.is_on:
             return _nothing
-        suspicion = self._replica_digests.hear(headers)
+        mismatch = self._replica_digests.hear(headers)
         scales = [head.loss_scale for head in headers.heads]
+        if mismatch is None and scales.count(scales[0]) == len(scales):
+            return _nothing
 
         def act() -> None:
             self._diagnosis.compare_scales(lane, scales)
-            if suspicion is not None:
-                self._diagnosis.hold(lane, suspicion)
+            if mismatch is not None:
+                self._diagnosis.investigate(lane, mismatch)
 
         return act
+
+    def listen(self, listeners: Listeners, lane: Lane) -> None:
+        """Hear of the steps that these listeners hear of."""
+        if self.is_on:
+            listeners.add(announce=self.write, header_came=partial(self._header_came, lane), joining=self.pause)
+
+    def _header_came(self, lane: Lane, headers: Headers) -> Callable[[], None] | None:
+        act = self.hear(headers, lane)
+        self.take(lane.session.step)  # the last buckets still travel
+        return None if act is _nothing else act
 
 
 def _nothing() -> None: ...

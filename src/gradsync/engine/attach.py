@@ -24,16 +24,16 @@ from gradsync.autotune.decide import say
 from gradsync.drift.monitor import DriftMonitor
 from gradsync.engine.assemble import Builder, check_hooked, check_pace
 from gradsync.engine.handle import GradSync
+from gradsync.engine.loop import Steps
 from gradsync.engine.parameters import Inventory, take_inventory
 from gradsync.engine.replicas import Buffers, broadcast_optimizer, broadcast_tensors
-from gradsync.engine.step import Steps
 from gradsync.engine.trace_step import Tracing, accord, open_tracer, wanted
 from gradsync.engine.user_hooks import hooked
 from gradsync.errors import Disagreement
 from gradsync.plan.auto import PROFILING, Auto
 from gradsync.plan.guard import Guard
 from gradsync.plan.paces import Accumulate, every_step
-from gradsync.plan.plan import Plan, not_a_plan
+from gradsync.plan.sync_plan import Plan, not_a_plan
 from gradsync.transport.lane import Lane
 
 NOTICE = (
@@ -182,7 +182,7 @@ def _open_controller(auto: Auto, steps: Steps, builder: Builder, name: str) -> C
         steps.close()
         steps.synchronization.lane.close(together=False)
         raise
-    steps.tell(controller)
+    steps.tell(**controller.moments)
     return controller
 
 

@@ -21,7 +21,6 @@ from gradsync.agreement.header import Mark
 from gradsync.compress.recipe import EXACT, Choice
 from gradsync.exchange.flat import Allocate, Choose, FlatBucket, Form, Item, lay_out, pack_items
 from gradsync.plan.packing import default_limit
-from gradsync.trace.timers import Moment
 
 _LARGE_NBYTES = 1 << 16  # a CPU copies this much in less time than Python needs to ask for it
 
@@ -30,7 +29,7 @@ class Entry:
     """One parameter: where it lives in the model, and where its gradient lives in a bucket."""
 
     __slots__ = (
-        "bucket", "filled", "index", "kept", "key", "large", "name", "owner", "param", "ptr", "seen", "sparse", "view",
+        "bucket", "filled", "index", "kept", "key", "large", "name", "owner", "param", "ptr", "sparse", "view",
     )  # fmt: skip
 
     def __init__(
@@ -54,7 +53,6 @@ class Entry:
         self.ptr = 0
         self.large = False
         # The synchronization under way.
-        self.seen = -1  # the backward in which its hook last fired
         self.filled = False  # its gradient is in the bucket
         self.kept: torch.Tensor | None = None  # what stood in the bucket, in case no rank uses it
 
@@ -62,6 +60,14 @@ class Entry:
     def item(self) -> Item:
         """What a flat tensor needs to have room for its gradient."""
         return Item.like(self.name, self.param)
+
+    def follow(self, owner: MutableMapping[str, object], key: str) -> None:
+        """Its parameter stands here from now on."""
+        self.owner, self.key = owner, key
+
+    def replace_param(self, param: torch.nn.Parameter) -> None:
+        """Another parameter stands in the place of the one before."""
+        self.param = param
 
     def move_in(self, bucket: Bucket, view: torch.Tensor, large: bool) -> None:
         """Its gradient travels in this bucket from now on, and lies in this view of it."""
@@ -72,6 +78,23 @@ class Entry:
     def move_out(self) -> None:
         """It has no bucket."""
         self.bucket = None
+
+    def found_sparse(self) -> None:
+        """Its gradients are sparse: it travels in no bucket."""
+        self.sparse = True
+
+    def drop(self) -> None:
+        """The step came to nothing: no gradient of it stays."""
+        self.kept = None
+        if self.param.requires_grad:
+            self.param.grad = None
+
+    def leave(self) -> None:
+        """Its buckets are given up: a gradient that lies in one gets memory of its own."""
+        grad = self.param.grad
+        if grad is not None and grad._is_view():
+            self.param.grad = grad.clone()
+        self.kept = None
 
     def take(self, scale: float) -> None:
         """Move the gradient into the bucket, scaled; `.grad` is None afterwards."""
@@ -107,9 +130,7 @@ class Bucket:
         "index",
         "large",
         "mark",
-        "missing",
         "on_gpu",
-        "ready_at",
         "small",
         "small_flat",
         "streams",
@@ -127,10 +148,8 @@ class Bucket:
         self.large = [e for e in entries if not everything_small and e.param.nbytes >= _LARGE_NBYTES]
         self.entries = self.small + self.large
         self._items, self.form = lay_out([entry.item for entry in self.entries])
-        self.missing = len(entries)
         what = (index, str(first.dtype), self.form.numel, [entry.index for entry in self.entries], choice)
         self.mark = zlib.crc32(repr(what).encode()).to_bytes(4, "little")  # equal on two ranks iff the buckets are
-        self.ready_at: Moment | None = None  # when its last gradient of this step was there, where a trace asks
 
     def place(self, flat: torch.Tensor) -> None:
         """Live in `flat`, which has this bucket's form."""
@@ -152,14 +171,17 @@ class Bucket:
         if raw not in self.streams:
             self.streams[raw] = torch.cuda.current_stream(self.flat.device)
 
-    def complete(self, marks: bytearray, scale: float) -> None:
-        """Put in what is not there yet: small gradients, and what stands in `.grad` of unused parameters."""
+    def complete(self, marks: bytearray, scale: float, whole: bool = False) -> None:
+        """Put in what is not there yet: small gradients, and what stands in `.grad` of unused parameters.
+
+        `whole`: every gradient has arrived.
+        """
         if len(self.streams) > 1:
             self._join_streams()
         for entry in self.large:
             if not entry.filled:
                 self._stand_in(entry, bool(marks[entry.index] & Mark.USED), scale)
-        if self.missing or not self._copy_all_small():
+        if not whole or not self._copy_all_small():
             self._copy_small(marks)
         if scale == 0.0:
             self.flat.zero_()
@@ -241,7 +263,6 @@ class Bucket:
         """Be ready for the next step."""
         for entry in self.large:
             entry.filled = False
-        self.missing = len(self.entries)
         self.streams.clear()
 
 

@@ -39,31 +39,17 @@ class BucketOrder:
         self._order = list(reversed(range(len(entries))))
         self._held: set[int] = set()  # arrive more than once in a backward: leave at its end
         self.learned = False  # whether the order is that of arrival
-        self._last_marks = b""  # what all ranks said in the last step, if they said the same
+        self.last_marks = b""  # what all ranks said in the last step, if they said the same
         self._idle = idle
         self._layout = Layout([], bucket_bytes, self._held)
         self._lay_out(bytes(entry.param.requires_grad for entry in entries))
 
-    @property
-    def buckets(self) -> list[Bucket]:
-        return self._layout.buckets
-
-    @property
-    def bucket_marks(self) -> tuple[bytes, ...]:
-        """By which each bucket is known, in the order in which they were laid out."""
-        return self._layout.marks
-
-    @property
-    def schedule(self) -> int:
-        """A number that is equal on two ranks iff their buckets are."""
-        return self._layout.schedule
-
     def learn(self, headers: Headers, arrivals: list[int]) -> None:
         """Lay the buckets out anew if the header told something new."""
         said = headers.marks[0] if headers.same_marks else b""
-        if self.learned and said and said == self._last_marks:
+        if self.learned and said and said == self.last_marks:
             return
-        self._last_marks = said
+        self.last_marks = said
         changed = self._learn_kinds(headers)
         if not self.learned and any(headers.any(Mark.USED)):
             self._learn_order(arrivals)
@@ -79,7 +65,8 @@ class BucketOrder:
         changed = False
         for entry in self._entries:
             if sparse[entry.index] and not entry.sparse:
-                entry.sparse = changed = True
+                entry.found_sparse()
+                changed = True
             if repeated[entry.index] and entry.index not in self._held:
                 self._held.add(entry.index)
                 changed = True
@@ -107,6 +94,9 @@ class BucketOrder:
         if not self._idle:  # otherwise the sender is the pace's
             # The first synchronization is exact: compressors begin when the order is known.
             self._sender.prepare([bucket.flat_bucket for bucket in self._layout.buckets], compress=self.learned)
+        self.buckets: list[Bucket] = self._layout.buckets
+        self.bucket_marks = self._layout.marks  # by which each is known, in the order in which they were laid out
+        self.schedule = self._layout.schedule  # a number that is equal on two ranks iff their buckets are
         # Those without a bucket: frozen now, or sparse.
         self.apart = [entry for entry in self._entries if entry.bucket is None]
         if not self._idle:

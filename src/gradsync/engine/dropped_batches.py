@@ -24,10 +24,10 @@ import sys
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd.variable import Variable
@@ -40,12 +40,10 @@ from gradsync.engine.hooks import queue_callback
 from gradsync.engine.retried_batches import Retries, Seen, handled, is_again, number_of
 from gradsync.engine.several_models import before_batch
 from gradsync.errors import GradSyncError
-from gradsync.trace.tracer import Tracer
 
 if TYPE_CHECKING:
-    from gradsync.engine.step import Steps
+    from gradsync.engine.loop import Steps
 
-T = TypeVar("T")
 _LOOKED_UP = 4  # parameters at either end of a model
 _awaiting: weakref.WeakSet[Steps] = weakref.WeakSet()  # those whose forward ran, and no backward since
 
@@ -63,6 +61,10 @@ class Backward:
     aside: Sequence[tuple[torch.Tensor, torch.Tensor | None]] | None = (
         None  # what was in `.grad`, if it comes to nothing
     )
+
+    def fires(self) -> None:
+        """Its first gradient has arrived."""
+        self.fired = True
 
     @property
     def raised(self) -> bool:
@@ -225,14 +227,14 @@ class Aborted:
         entries = self._steps.synchronization.entries
         aside = [(entry.param, entry.param.grad) for entry in entries if entry.param.requires_grad]
         end = partial(self._end_aside)
-        self._steps.backward = Backward(False, True, weakref.ref(end), aside=aside)
+        self._steps.replace_backward(Backward(False, True, weakref.ref(end), aside=aside))
         for param, _ in aside:
             param.grad = None
         queue_callback(end)
         return True
 
     def _end_aside(self) -> None:
-        backward, self._steps.backward = self._steps.backward, None
+        backward = self._steps.replace_backward(None)
         put_back(backward.aside or [] if backward is not None else [])
 
     def forward_ran(self) -> None:
@@ -260,13 +262,13 @@ class Aborted:
         """A window under no_sync() in which something raised is given up before its last backward: take part now."""
         if self.spoiled and self._steps.unsynchronized:
             self._steps.end_of_backwards(self._rest(), self._steps.synchronize_now)
-            self._steps.user_hooks.deliver()
+            self._steps.run_user_hooks()
 
     def _complete(self) -> None:
         """Another's callback at the end of backward raised before ours: what was launched has to come back."""
-        if self._steps.launched is not None and not self._steps.failed:
-            self._steps.launched()
-            self._steps.user_hooks.deliver()
+        if self._steps.under_way is not None and not self._steps.failed:
+            self._steps.go_on()
+            self._steps.run_user_hooks()
             self._left_behind = True
 
     def _catch_up(self) -> None:
@@ -278,9 +280,10 @@ class Aborted:
             steps.pace.before_forward()
 
     def _drop_backward(self, whole: bool) -> None:
-        backward, self._steps.backward = self._steps.backward, None
-        if backward is None:
+        if self._steps.backward is None:
             return
+        backward = self._steps.replace_backward(None)
+        assert backward is not None
         if backward.aside is not None:
             put_back(backward.aside)
             return
@@ -296,17 +299,16 @@ class Aborted:
         count = self._rest() if whole else 1
         self.spoiled |= Flag.ABORTED | flag
         steps.step_counts.backward_ended()
-        steps.synchronization.backwards += count
-        steps.synchronization.micro.merge()
+        steps.synchronization.backward_counts(count)
         if steps.pace.replicas_differ:
             self._tell_alone(flag, error)
         else:
-            steps.synchronization.health_log.error = error
+            steps.synchronization.health_log.raised(error)
         if no_sync:
-            steps.unsynchronized += 1
+            steps.left_unsynchronized()
         else:
             steps.end_of_backwards(count, steps.synchronize_now)
-            steps.user_hooks.deliver()
+            steps.run_user_hooks()
 
     def _goes_on(self, raised: Raised) -> bool:
         """Whether a window by hand goes on after a batch that never came: nobody knows whether it was its last one."""
@@ -331,35 +333,15 @@ class Aborted:
                 raise GradSyncError(f"{said}: the {TOO_MANY}th batch in a row that comes to nothing on this rank")
         warnings.warn(f"{said}: the batch is skipped on this rank, where every rank steps by itself", stacklevel=4)
 
-    def counted(self) -> None:
-        """A batch of this rank came to something."""
-        self._in_a_row = 0
+    def window_ends(self, unsynchronized: int) -> None:
+        """A micro-batch has ended, after so many backwards under no_sync()."""
+        self.window = unsynchronized + 1 if unsynchronized else 0
+        if not self.spoiled:  # a batch of this rank came to something
+            self._in_a_row = 0
 
-
-class Batches(Iterator[T]):
-    """The batches of a loader, which may go on after it raised."""
-
-    def __init__(self, source: Iterator[T], aborted: Aborted, tracer: Tracer | None) -> None:
-        self._source = source
-        self._aborted = aborted
-        self._tracer = tracer
-
-    def __iter__(self) -> Batches[T]:
-        return self
-
-    def __next__(self) -> T:
-        begun = None if self._tracer is None else self._tracer.input_begins()
-        try:
-            batch = next(self._source)
-        except StopIteration:
-            raise
-        except Exception as error:
-            self._aborted.loader_did(error)
-            raise
-        self._aborted.batch_came()
-        if self._tracer is not None and begun is not None:
-            self._tracer.input_ends(begun)
-        return batch
+    def step_ends(self, spoiled: Flag = Flag.NONE) -> None:
+        """What raised was told; `spoiled`: a state was loaded in whose window something had."""
+        self.spoiled = spoiled
 
 
 def accumulates(entries: Iterable[Entry]) -> bool:

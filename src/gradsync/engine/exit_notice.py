@@ -7,7 +7,7 @@ import sys
 import weakref
 from functools import partial
 
-from gradsync.engine.step import Steps
+from gradsync.engine.loop import Steps
 from gradsync.errors import JOIN, listed
 from gradsync.transport.blame import Sights
 from gradsync.transport.heartbeat import Phase

@@ -1,15 +1,7 @@
-"""What a loop may not do between two steps, in sentences; `place` is where this rank is.
-
-What becomes of a run whose synchronization failed: nothing more is launched, and nobody applies a partial sum.
-"""
+"""What a loop may not do between two steps, in sentences; `place` is where this rank is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from gradsync.engine.listeners import Listener, NoListener
-from gradsync.engine.synchronization import Synchronization
 from gradsync.errors import BackwardAborted, GradSyncError
 
 _COMPILED = "if the whole model is under torch.compile, compile its blocks instead (block.compile())"
@@ -81,45 +73,3 @@ def another_inside(place: str) -> GradSyncError:
         "taken to be that batch tried again, and came to nothing, so the ranks may be a batch apart; leave the "
         "`except` block before the next batch, or take batches from sync.data(loader)"
     )
-
-
-class Failing:
-    """The part of `Steps` that knows whether it can go on."""
-
-    def __init__(self, synchronization: Synchronization) -> None:
-        self.listener: Listener = NoListener()
-        self.synchronization = synchronization
-
-    @contextmanager
-    def failing(self) -> Iterator[None]:
-        """After a failed synchronization no rank keeps a partial sum, and nothing more is launched."""
-        try:
-            yield
-        except BaseException as error:
-            self.give_up(error)
-            raise
-
-    @property
-    def failed(self) -> bool:
-        """Whether an earlier synchronization did."""
-        return self.synchronization.lane.session.failed is not None
-
-    def give_up(self, error: BaseException) -> None:
-        """This was raised; some errors end a step only."""
-        if not self.synchronization.lane.session.give_up(error):
-            return
-        self.listener.failed(error)
-        for entry in self.synchronization.entries:
-            if entry.param.requires_grad:
-                entry.param.grad = None
-
-    def clear_gradients(self) -> None:
-        """Leave nothing to which a backward would add."""
-        for entry in self.synchronization.entries:
-            entry.param.grad = None
-
-    def refuse_if_failed(self) -> None:
-        """Raise if an earlier synchronization did."""
-        if self.failed:
-            place = self.synchronization.lane.place()
-            raise GradSyncError(f"{place} an earlier synchronization failed; detach and restart the job")

@@ -24,7 +24,7 @@ import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from gradsync.engine.step import Steps
+from gradsync.engine.loop import Steps
 
 
 class ScaledSteps:

@@ -1,6 +1,7 @@
-"""Where a NaN or Inf is: in a rank's own gradients before they travel, or in averages that compression made.
+"""Two listeners that look at gradients: for NaN and Inf, and for ranks that all see the same data.
 
-The first gradients tell whether ranks see different data: if they are equal to the bit, they do not.
+A NaN or Inf is in a rank's own gradients before they travel, or in averages that compression made. The first gradients
+tell whether ranks see different data: if they are equal to the bit, they do not.
 """
 
 from __future__ import annotations
@@ -13,27 +14,54 @@ from typing import NamedTuple
 
 import torch
 
-from gradsync.agreement.header import Headers
+from gradsync.agreement.header import NO_DIGEST, Head, Headers
 from gradsync.agreement.outcome import Found
 from gradsync.engine.bucket import Bucket, Entry
+from gradsync.engine.step import Synchronization
 
 
-class Spot(NamedTuple):
+class NonfinitePlace(NamedTuple):
     """The first parameter, by number, and how many elements of its gradient; -1 for none."""
 
     parameter: int = -1
     num_elements: int = 0
 
 
-NOWHERE = Spot()
+_NOWHERE = NonfinitePlace()
 
 
-def spot(gradients: Iterable[tuple[Entry, torch.Tensor]]) -> Spot:
+class NonfiniteCheck:
+    """Listens where no NaN or Inf is allowed: finds the first one, tells the others, judges the averages."""
+
+    def __init__(self, synchronization: Synchronization) -> None:
+        self._synchronization = synchronization
+        self._first = _NOWHERE
+        synchronization.listeners.add(packed=self._look, announce=self._announce, judge=self._judge)
+
+    def _look(self, bucket: Bucket) -> None:
+        if self._first is _NOWHERE and not is_finite(bucket.flat):
+            self._first = first_nonfinite((entry, entry.view) for entry in bucket.entries)
+
+    def _announce(self, head: Head) -> Head:
+        synchronization, first = self._synchronization, self._first
+        if first is _NOWHERE and synchronization.scale:
+            # What is in no bucket yet: in the first step nothing is.
+            order = synchronization.bucket_order
+            left = order.apart if order.learned else synchronization.entries
+            first = first_nonfinite((e, e.param.grad) for e in left if e.param.grad is not None)
+        self._first = _NOWHERE
+        return head._replace(nonfinite=first.parameter, num_nonfinite=first.num_elements)
+
+    def _judge(self, headers: Headers) -> Found | None:
+        return made_by_compression(self._synchronization.bucket_order.buckets)
+
+
+def first_nonfinite(gradients: Iterable[tuple[Entry, torch.Tensor]]) -> NonfinitePlace:
     """The first gradient that has one, looking at every element."""
     for entry, grad in gradients:
         if count := int((~grad.to_dense().isfinite()).sum()):
-            return Spot(entry.index, count)
-    return NOWHERE
+            return NonfinitePlace(entry.index, count)
+    return _NOWHERE
 
 
 def is_finite(flat: torch.Tensor) -> bool:
@@ -52,9 +80,26 @@ def made_by_compression(buckets: Iterable[Bucket]) -> Found | None:
     return None
 
 
-NO_DIGEST = bytes(8)
 _AT_ONCE = 1 << 20  # elements: torch first makes a copy of what it adds up in a wider type
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class SameDataCheck:
+    """Listens to the first synchronization: every rank says a digest of its gradients."""
+
+    def __init__(self, synchronization: Synchronization) -> None:
+        self._synchronization = synchronization
+        synchronization.listeners.add(announce=self._announce, averaged=self._compare)
+
+    def _announce(self, head: Head) -> Head:
+        if not self._synchronization.bucket_order.learned:
+            return head._replace(digest=digest_of(self._synchronization.entries))
+        self._synchronization.listeners.remove(announce=self._announce, averaged=self._compare)
+        return head
+
+    def _compare(self, headers: Headers) -> None:
+        if not self._synchronization.bucket_order.learned and self._synchronization.lane.groups.rank == 0:
+            warn_if_same_data(headers)
 
 
 def digest_of(entries: list[Entry]) -> bytes:

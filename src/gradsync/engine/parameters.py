@@ -219,12 +219,19 @@ def _is_of(value: object, module: str, name: str) -> bool:
 class ModelChanges:
     """What the model consisted of at attach."""
 
-    def __init__(self, model: torch.nn.Module, entries: list[Entry], ignored: set[int], buffers: bool) -> None:
-        """`buffers`: whether the model's buffers are to be kept equal."""
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        entries: list[Entry],
+        ignored: set[int],
+        buffers: bool = True,
+        place: Callable[[], str] = str,
+    ) -> None:
+        """`buffers`: whether the model's buffers are to be kept equal; `place` is where this rank is, for errors."""
         self._entries = entries
         self._keeps_buffers = buffers
         self._buffers: set[str] | None = None  # their names, once noted
-        self.place: Callable[[], str] = str  # where this rank is, for errors
+        self._place = place
         self._known = {id(entry.param) for entry in entries} | ignored
         self._model = weakref.ref(model)
         self._note_modules(model)
@@ -299,7 +306,7 @@ class ModelChanges:
         self._buffers = names
         if late:
             warnings.warn(
-                f"{self.place()} {_several(late, 'buffer')} added after attach: each rank keeps its own, while those "
+                f"{self._place()} {_several(late, 'buffer')} added after attach: each rank keeps its own, while those "
                 "of before are rank 0's on every rank. If they have to be equal, attach once they are there; if none "
                 'has to, gs.attach(..., buffers="none")',
                 stacklevel=6,
@@ -318,9 +325,9 @@ class ModelChanges:
         for entry in self._entries:
             if entry.param.grad is not None and entry.param.grad.requires_grad:
                 raise GradSyncError(
-                    f"{self.place()} the .grad of parameter {entry.name} was assigned, with its graph, and no backward "
-                    "has brought it, so nobody averages it: call backward() on the loss, or average each yourself, "
-                    "param.grad = gs.all_reduce(grad.detach())"
+                    f"{self._place()} the .grad of parameter {entry.name} was assigned, with its graph, and no "
+                    "backward has brought it, so nobody averages it: call backward() on the loss, or average each "
+                    "yourself, param.grad = gs.all_reduce(grad.detach())"
                 )
 
     def note_trainable(self) -> None:
@@ -336,13 +343,13 @@ class ModelChanges:
         for entry, before in zip(self._entries, self._trainable, strict=True):
             if entry.param.requires_grad and not before and entry.param.grad is not None and not hears(entry):
                 raise GradSyncError(
-                    f"{self.place()} parameter {entry.name} was thawed and used before gradsync noticed, so its "
+                    f"{self._place()} parameter {entry.name} was thawed and used before gradsync noticed, so its "
                     "gradient is not averaged; call the model itself, not its parts, in the first step after"
                 )
 
     def _raise(self, what: str) -> NoReturn:
         raise GradSyncError(
-            f"{self.place()} {what}; call sync.detach() before you change the model, and attach again after"
+            f"{self._place()} {what}; call sync.detach() before you change the model, and attach again after"
         )
 
 

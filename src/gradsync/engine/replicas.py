@@ -78,6 +78,7 @@ class Buffers:
         """`kept`: whether they are to be equal."""
         self.kept = kept
         self._sites = sites if kept else []
+        self.any = bool(self._sites)
         self._forms = [_form(site.tensor) for site in self._sites]
         self._under_way: list[tuple[torch.Tensor, Pending, list[torch.Tensor]]] = []
 

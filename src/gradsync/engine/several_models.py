@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gradsync.engine.shared_backward import side_by_side
 
 if TYPE_CHECKING:
-    from gradsync.engine.step import Steps
+    from gradsync.engine.loop import Steps
 
 
 class JoinEnd(NamedTuple):
@@ -64,7 +64,7 @@ def before_batch(steps: Steps, mates_first: bool = True) -> None:
     """
     mates = sorted({*_here.choosing, *_here.joined, steps}, key=lambda each: each.number)
     if len(mates) == 1 or _here.busy or not steps.waits:
-        steps.listener.border()
+        steps.border()
         steps.vote_if_joining()
         return
     mates = [each for each in mates if not each.failed]
@@ -76,7 +76,7 @@ def before_batch(steps: Steps, mates_first: bool = True) -> None:
                     each.aborted.put_right_as_mate()
         for each in mates:
             if each is steps or each.is_due():
-                each.listener.border()
+                each.border()
         for each in mates:
             each.vote_if_joining()
     finally:
@@ -86,7 +86,7 @@ def before_batch(steps: Steps, mates_first: bool = True) -> None:
 def enter(steps: Steps) -> None:
     """A join() block begins."""
     _here.joined[steps] = None
-    steps.joining = True
+    steps.join_begins()
 
 
 def leave(steps: Steps, end: JoinEnd) -> None:
@@ -108,5 +108,4 @@ def left(steps: Steps) -> None:
 
 
 def _over(steps: Steps) -> None:
-    steps.joining = False
-    steps.active = None
+    steps.join_ends()

@@ -1,400 +1,400 @@
-"""The way of a step: what happens when forward begins, backward begins and ends, and the optimizer steps.
+"""One synchronization, from the first gradient to `.grad`, in its phases.
 
-`Steps` is what the hooks call. It decides whether a backward synchronizes, counts windows, and sees to it
-that every rank takes part in every synchronization, whatever its own backward did.
+    begin      backward begins                       begin
+    arrive     a gradient is there                   arrived
+    launch     a bucket is full, and leaves          _launch        during backward; the rest at its end
+    header     what every rank says of its step      synchronize    the phases from here on are that one function
+    wait       until the buckets are back            _wait
+    judge      whether the step counts               _judge
+    deliver    the averages into `.grad`             _deliver, or _drop
+
+    backward      │ g g g │ g g g │ g g g │ end
+    lane          │       │ bucket 0 ─────│ bucket 1 ───── │ bucket 2 ── │
+    header        │                       │ ──header──     │             │
+    .grad                                                                 └ average, on every rank
+
+The first synchronization is different: everything leaves at its end, after the header, in reverse order of
+registration; from it rank 0 learns in which order gradients really arrive, and all ranks lay their buckets
+out anew in that order, unless they lie so already.
+
+What a bucket carries: `weighting`. Which there are, in which order: `bucket_order`. Who else hears: `listeners`.
 """
 
 from __future__ import annotations
 
-import itertools
-import sys
 import threading
-import weakref
-from collections.abc import Callable, Sequence
-from functools import partial
+import zlib
+from collections.abc import Iterator
 
 import torch
-from torch.optim import Optimizer
 
-from gradsync.agreement.calls import Call, meet
-from gradsync.agreement.header import Flag, Head
-from gradsync.engine import loop_errors, several_models
-from gradsync.engine.assemble import Engine, check_hooked
-from gradsync.engine.bucket import Entry
-from gradsync.engine.dropped_batches import Aborted, Backward, accumulates
-from gradsync.engine.hooks import Hooks, LateHooks, queue_callback, recomputing, refuse_compiled_autograd
-from gradsync.engine.listeners import Listener, NoListener, TwoListeners
-from gradsync.engine.loop_errors import Failing
-from gradsync.engine.parameters import ModelChanges
-from gradsync.engine.shared_backward import conclude
-from gradsync.engine.step_counts import StepCounts
-from gradsync.engine.trace_step import Tracing
-from gradsync.engine.user_hooks import UserHooks
-from gradsync.engine.wrapped_models import check_wrapper, refuse_wrappers
-from gradsync.errors import GradSyncError
+from gradsync.agreement.attach_check import check_order
+from gradsync.agreement.header import (
+    NO_DIGEST,
+    Flag,
+    Head,
+    Headers,
+    Mark,
+    check_headers,
+    check_same_call,
+    launch_header,
+)
+from gradsync.agreement.outcome import HealthLog, Outcome, spoiled, step_verdict
+from gradsync.engine.bucket import Bucket, Entry
+from gradsync.engine.bucket_order import BucketOrder
+from gradsync.engine.listeners import Act, Brought, Listeners
+from gradsync.engine.replicas import Buffers
+from gradsync.engine.unbucketed import average_apart
+from gradsync.engine.weighting import MicroBatches, Weighting
+from gradsync.errors import BackwardAborted, Disagreement, NonFinite
+from gradsync.exchange.sender import Transit
+from gradsync.plan.guard import Guard
+from gradsync.plan.sync_plan import Plan
 from gradsync.transport.heartbeat import Phase
+from gradsync.transport.pending import Pending
+from gradsync.transport.shared_memory import Cards
 
-_numbers = itertools.count()
 
-
-class Steps(Failing):
-    """The step under way, and who takes part in it."""
+class Synchronization:
+    """Runs one synchronization after the other."""
 
     def __init__(
-        self, model: torch.nn.Module, optimizers: Sequence[Optimizer], engine: Engine, ignored: set[int], listens: bool
+        self,
+        entries: list[Entry],
+        transit: Transit,
+        plan: Plan,
+        guard: Guard,
+        buffers: Buffers,
+        health_log: HealthLog,
+        k: int,
+        idle: bool = False,
     ) -> None:
-        super().__init__(engine.synchronization)
-        self.tracing: Tracing | None = None
-        self.no_sync_depth = 0
-        self.unsynchronized = 0  # backwards under no_sync() since the last one outside of it
-        self.number = next(_numbers)  # the same on every rank that has several
-        self.is_due: Callable[[], bool] = bool  # whether `gs.auto()` has something to do at the next border
-        self.joining = False
-        self.active: list[int] | None = None  # who voted to be active in this step, inside join()
-        self._entries = engine.synchronization.entries
-        self.aborted = Aborted(self)
-        self.backward: Backward | None = None  # since its beginning until its end-of-backward callback
-        self.launched: Callable[[], None] | None = None  # how the synchronization that was launched goes on
-        self._late_hooks = LateHooks()
-        self.step_counts = StepCounts(optimizers)
-        self._model_changes = ModelChanges(model, self._entries, ignored, engine.synchronization.buffers.kept)
-        self.user_hooks = UserHooks(self._entries)
-        self.user_hooks.ran = lambda: self.pace.hooks_ran()
-        self.user_hooks.check = lambda name: check_hooked(self.plan, [name])
-        self.install(engine)
-        self._lock = threading.Lock()  # autograd has a thread per device, and each may bring the first gradient
-        # One rank alone has nothing to hear of: it costs nothing.
-        self._hooks = Hooks(self, model, optimizers, self.user_hooks, self.aborted) if listens else None
-        if self._hooks is not None:
-            self._hooks.listen(self._entries)
-            self.user_hooks.take_over_optimizers()
-            self._hooks.handles.append(refuse_wrappers(model))
+        """`k` micro-batches make a mean. `idle`: a pace averages something else, and gradients only arrive."""
+        self.entries = entries
+        self.lane, self.exact, self.sender = transit
+        self.health_log = health_log
+        self.bucket_order = BucketOrder(entries, plan.bucket_bytes, self.lane, self.exact.allocate, self.sender, idle)
+        self.weighting = Weighting(self.lane.groups.size, k, plan.combine)
+        self.micro = MicroBatches(entries, self.weighting)
+        self.listeners = Listeners()
+        self.buffers = buffers
+        self._session = self.lane.session
+        self._plan = plan
+        self._guard = guard
+        self._names = [entry.name for entry in entries]
+        self.number = 0  # of the backward, to tell one from the next
+        self.seen = [-1] * len(entries)  # by entry: the backward in which its hook last fired
+        self._streaming = False  # whether buckets leave during this backward
+        self._launching = threading.Lock()  # autograd has a thread per device
+        self._nothing_used = bytes(len(entries))  # the marks of a step that has not begun
+        # The synchronization under way
+        self.marks = bytearray(len(entries))
+        self.note_trainable()
+        self.dropped = False  # whether the last synchronization came to nothing
+        self.delivered = False  # whether it brought any rank's gradient
+        self.brought = b""  # the marks of whose gradients it brought
+        self._begin_step()
 
-    def install(self, engine: Engine) -> None:
-        """Work with this one from now on; nothing of a synchronization exists yet."""
-        self.plan, self.synchronization, self.pace = engine
-        self._lane = self.synchronization.lane
-        self._model_changes.place = self._lane.place
-        self.synchronization.listener = self.listener
-        if self.tracing is not None:
-            self.tracing.follow(self.synchronization)
+    def _begin_step(self) -> None:
+        self.marks[:] = self._nothing_used
+        self.micro.begin()
+        self.backwards = 0  # since the last synchronization
+        self.scale = 1.0  # by which gradients are multiplied before they travel
+        self._missing = [len(bucket.entries) for bucket in self.bucket_order.buckets]  # gradients, by bucket
+        self._next = 0  # the bucket whose turn it is
+        self._arrivals: list[int] = []
+        self._in_flight: list[Pending] = []
+        self._launched: list[Bucket] = []
+        self._astray = False  # a bucket was not the one whose turn it was: nothing more leaves
+        self._blocked = False  # a full bucket waits for an earlier one
+        self._held_up_by: str | None = None
 
-    def tell(self, listener: Listener) -> None:
-        """Let somebody hear of every moment, before those who hear of it already."""
-        if not isinstance(self.listener, NoListener):
-            listener = TwoListeners(listener, self.listener)
-        self.listener = self.synchronization.listener = listener
+    # Begin
 
-    def trace(self, tracing: Tracing) -> None:
-        """Write down every moment from now on."""
-        self.tracing = tracing
-        tracing.follow(self.synchronization)
-        self.tell(tracing)
+    def note_trainable(self) -> None:
+        """Read which parameters require a gradient now."""
+        self._nothing_used = bytes(Mark.TRAINABLE if e.param.requires_grad else 0 for e in self.entries)
+        for index, trainable in enumerate(self._nothing_used):
+            self.marks[index] = (self.marks[index] & ~Mark.TRAINABLE) | trainable
 
-    @property
-    def in_micro_batch(self) -> bool:
-        """Whether a micro-batch has begun and not ended; what runs under no_sync() by hand ends with each backward."""
-        inside = self.pace.backwards % self.pace.per_batch > 0 or (self.pace.k > 1 and self.unsynchronized > 0)
-        return self.backward is not None or inside
+    def begin(self, synchronize: bool) -> None:
+        """A backward begins; `synchronize` if it is the one after which gradients travel."""
+        if not self.backwards:
+            self.micro.set_aside()
+        self.number += 1
+        streams = synchronize and self.bucket_order.learned and self._plan.overlap == "backward"
+        self._streaming = self.micro.weigh() and streams
+        self.scale = self.weighting.scale()
+        self._session.at(Phase.BACKWARD)
 
-    # For the hooks
+    def backward_counts(self, count: int) -> None:
+        """So many backwards have ended, or something that counts as them."""
+        self.backwards += count
+        self.micro.merge()
 
-    def before_forward(self) -> None:
-        """A forward with gradients starts: put right what was aborted, notice changes, vote."""
-        check_wrapper()
-        self.aborted.put_right_before_forward()
-        if self.aborted.retries.under_way:
+    def missed(self, count: int) -> None:
+        """This rank's loss touched no parameter: it counts as so many backwards."""
+        if not self.backwards:
+            self.micro.set_aside()
+        self.backward_counts(count)
+
+    def nothing_came(self, backwards: int) -> None:
+        """A backward brought no gradient; the window has so many."""
+        self.micro.nothing_came(self.backwards + backwards)
+        if not self.backwards:  # else it was set aside by the first one of this step, and stays there until the sum
+            self.micro.put_back()
+
+    def forget(self) -> None:
+        """What arrived was none of ours: be ready for the next step."""
+        self.micro.put_back()
+        self._begin_step()
+
+    # Arrive
+
+    def arrived(self, entry: Entry) -> None:
+        """The gradient of one parameter has been accumulated into `.grad`. The hottest line of all."""
+        index = entry.index
+        if self.seen[index] == self.number:
+            self._arrived_again(entry)
             return
-        self._notice_changes()
-        several_models.before_batch(self)
-        with self.failing():
-            self.pace.before_forward()
-        self.listener.forward_begins()
-        self.aborted.forward_ran()
+        self.seen[index] = self.number
+        self.marks[index] |= Mark.USED
+        bucket = entry.bucket
+        if bucket is None:
+            return
+        for hear in self.listeners.each_arrival:
+            hear(index)
+        if bucket.on_gpu:
+            bucket.note_stream()
+        if not self._streaming:
+            self._arrivals.append(index)
+            for hear in self.listeners.arrived:
+                hear(index)
+            return
+        if entry.large:
+            entry.take(self.scale)
+        self._missing[bucket.index] -= 1
+        if not self._missing[bucket.index]:
+            for tell in self.listeners.filled:
+                tell(bucket)
+            self._advance(entry)
 
-    def backward_begins(self) -> None:
-        """The gradient of the model's output is known: backward has begun."""
-        if self.backward is None or self.backward.raised:
-            refuse_compiled_autograd(self._lane.place)
-            self._late_hooks.begins(known=True)
-            self._begin()
+    def _arrived_again(self, entry: Entry) -> None:
+        """A second time in one backward: reentrant checkpointing of segments that share a weight."""
+        self.marks[entry.index] |= Mark.REPEATED
+        bucket = entry.bucket
+        if bucket is None or not self._streaming:
+            return
+        if bucket.index < self._next:
+            raise BackwardAborted(
+                f"{self.lane.place(bucket.index)} a gradient of {entry.name} arrived after its bucket had left: its "
+                "hook fired twice in one backward, which happens when a weight is shared between segments under "
+                "reentrant checkpointing. Skip this batch (the next forward drops it on every rank, and from "
+                "then on the bucket waits), or use checkpoint(..., use_reentrant=False)"
+            )
+        if entry.large:
+            entry.take(self.scale)
 
-    def arrived(self, entry: Entry, param: torch.Tensor) -> None:
-        """A parameter's gradient has been accumulated."""
-        try:
-            backward = self.backward
-            known = backward is not None and backward.fired and entry.seen != self.synchronization.number
-            if not known and not self._first_arrival():
+    # Launch
+
+    def _advance(self, entry: Entry) -> None:
+        """Launch every bucket that is full and whose turn it is."""
+        with self._launching:
+            buckets, missing = self.bucket_order.buckets, self._missing
+            if self._next < len(buckets) and missing[self._next]:
+                self._blocked = True
                 return
-            self.synchronization.arrived(entry)
-        except BaseException as error:
-            self.give_up(error)
-            raise
+            if self._blocked:
+                self._held_up_by = entry.name
+                self._blocked = False
+            while self._next < len(buckets) and not missing[self._next] and not buckets[self._next].held:
+                self._launch(buckets[self._next])
 
-    def before_step(self, optimizer: Optimizer, closure: bool) -> None:
-        """`optimizer.step()` is called; with a closure its backward is still to come."""
-        if self.user_hooks.delivering:  # by a hook, which applies what was brought
+    def _launch_rest(self) -> None:
+        for bucket in self.bucket_order.buckets[self._next :]:
+            self._launch(bucket)
+        if self.sender.goes_in_rounds:
+            self.sender.flush()
+
+    def _launch(self, bucket: Bucket) -> None:
+        self._launched.append(bucket)
+        self._astray |= bucket.mark != self.bucket_order.bucket_marks[self._next]
+        if self._astray:  # the header will tell the others
+            self._next += 1
             return
-        self.aborted.put_right_before(optimizer)
-        self._model_changes.check_optimizer(optimizer)
-        self._notice_changes(unheard=True)
-        if not closure:
-            self._before_update(optimizer)
+        bucket.complete(self.marks, self.scale, whole=not self._missing[bucket.index])
+        for hear in self.listeners.packed:
+            hear(bucket)
+        pending = self.sender.launch(bucket.flat_bucket)
+        self._session.at(Phase.BACKWARD, bucket.index)
+        self._in_flight.append(pending)
+        self._next += 1
+        for tell in self.listeners.left:
+            tell(bucket, pending)
 
-    def closure_ran(self, optimizer: Optimizer) -> None:
-        """Backward has run inside of `step()`, which now applies `.grad`; see [Closures] in hooks.py."""
-        self._before_update(optimizer)
+    # After the last gradient
 
-    def after_step(self, optimizer: Optimizer, closure: bool) -> None:
-        """`optimizer.step()` has run."""
-        if self.user_hooks.delivering:
-            self.pace.stepped_by_hook(optimizer)
-            return
-        self.listener.optimizer_ends()
-        self.aborted.retries.ended()
-        self.step_counts.step_ended()
-        with self.failing():
-            self.pace.after_step(optimizer)
+    def synchronize(self, micro_batches: int, flags: Flag, source: int, num_steps: int) -> Iterator[None]:
+        """What follows the end of backward; stops once, and does not wait before: see [Side by side].
 
-    def _before_update(self, optimizer: Optimizer) -> None:
-        """Take part in a synchronization that this rank's backward missed; then `.grad` is applied."""
-        self.aborted.end_window()
-        if self.unsynchronized:
-            raise loop_errors.local_step(self._lane.place())
-        with self.failing():
-            self.pace.before_step(optimizer)
-        self.take_part(optimizer)
-        self.listener.optimizer_begins()
+        `source` is the rank whose buffers count; `num_steps` is how often optimizers stepped, as `steps` says it.
+        """
+        for tell in self.listeners.settling:
+            tell()
+        self.micro.merge()
+        self.scale = self.weighting.scale()
+        if self.bucket_order.learned:
+            self._launch_rest()
+        if self.buffers.any:
+            self.buffers.launch(self.lane, source)
+        header, rows = launch_header(self.lane, self._head(micro_batches, flags, num_steps), self.marks, True)
+        for tell in self.listeners.header_left:
+            tell()
 
-    def take_part(self, optimizer: Optimizer) -> None:
-        """Before a step: if no backward came since the last one, synchronize without a gradient."""
-        if self.step_counts.missed(optimizer):
-            # No gradient arrived since the last step: the loss touched no parameter. The others wait for us.
-            self._model_changes.check_assigned()
-            several_models.before_batch(self)
-            self.synchronization.set_aside()
-            self.step_counts.backward_ended()
-            self.synchronization.backwards += self.pace.per_batch
-            self.end_of_backwards(self.pace.per_batch, self.synchronize_now)
-            self.user_hooks.deliver()
-        self.step_counts.stepped(optimizer)
+        yield  # other models of this backward launch theirs
 
-    # The way of a backward; see [Side by side] in shared_backward.py
+        headers = self._receive(header, rows)
+        acts = [hear(headers) for hear in self.listeners.header_came]
+        if not self.bucket_order.learned:  # only now are the weights known
+            self.weighting.follow(headers)
+            self.scale = self.weighting.scale()
+            self._launch_rest()
 
-    def _begin(self, known: bool = True) -> None:
-        """`known`: from the model's output, before any gradient."""
-        self.refuse_if_failed()
-        self.aborted.another_backward()
-        if self.aborted.begins_aside():
-            return
-        several_models.before_batch(self)  # usually before forward already
-        self.user_hooks.take_over_optimizers()
-        end = partial(self._ended)
-        self.backward = Backward(bool(self.no_sync_depth), not known or accumulates(self._entries), weakref.ref(end))
-        with self.failing():
-            self.pace.before_backward()
-        self.synchronization.begin(synchronize=not self.no_sync_depth and self.pace.streams)
-        self.listener.backward_begins()
-        queue_callback(end)
-        self.aborted.backward_begun(self.backward.accumulates)
+        self._wait(headers)
+        verdict, why = self._judge(headers, acts)
+        self.dropped = verdict is not Outcome.COUNTS
+        if self.dropped:
+            self._drop()
+        else:
+            self._deliver(headers)
+        if self.buffers.any:
+            self.buffers.finish(self.lane)
+        self._end(headers)
+        place = self.lane.place() if verdict is Outcome.RAISES else ""
+        self._session.next_step()
+        if verdict is Outcome.RAISES:
+            raise NonFinite(f"{place} {why}; no rank has applied this step")
 
-    def _first_arrival(self) -> bool:
-        """Also a second gradient of one parameter in one backward, unless that is another one; False: it counts not."""
-        with self._lock:
-            if self.backward is None or self.backward.raised:
-                self._begin_late()
-            assert self.backward is not None
-            if self.backward.fired or self.backward.aside is not None:
-                return self.backward.fired
-            if torch.is_grad_enabled():
-                raise loop_errors.differentiable(self._lane.place())
-            self.backward.fired = True
-            self._late_hooks.first()
-            return True
+    # Header
 
-    def _begin_late(self) -> None:
-        """The fallback of [Who begins a backward]: the model's own forward was not called."""
-        refuse_compiled_autograd(self._lane.place)
-        if self.backward is not None:
-            raise loop_errors.mixed_up(self._lane.place())
-        self._late_hooks.begins(known=False)
-        self._notice_changes(unheard=True)
-        if self.synchronization.weighting.changes:
-            raise loop_errors.weighed_late(self._lane.place())
-        counts = self.pace.k > 1 or not self.pace.engine_averages or self.synchronization.weighting.weight is not None
-        if counts and recomputing():
-            raise loop_errors.segments(self._lane.place())
-        self._begin(known=False)
+    def _head(self, micro_batches: int, flags: Flag, num_steps: int) -> Head:
+        learned, schedule = self.bucket_order.learned, self.bucket_order.schedule
+        for entry in self.bucket_order.apart if learned else self.entries:
+            if entry.param.grad is not None and entry.param.grad.is_sparse:
+                self.marks[entry.index] |= Mark.SPARSE
+        weight, flags = self.weighting.announced(flags, micro_batches)
+        order = schedule if learned and not self._astray else zlib.crc32(b"".join(b.mark for b in self._leaving()))
+        head = Head(
+            self._session.step, schedule, weight, self.backwards, -1, micro_batches, flags, NO_DIGEST, order=order,
+            num_steps=num_steps,
+        )  # fmt: skip
+        for write in self.listeners.announce:
+            head = write(head)
+        return head
 
-    def _ended(self) -> None:
-        backward, self.backward = self.backward, None
-        assert backward is not None
-        self._lane.at(Phase.COMPUTING)  # unless it synchronizes, the others come to their next step without it
-        if not backward.fired:
-            self.nothing_came()
-            return
-        self.listener.backward_ends()
-        self.step_counts.backward_ended()
-        self.synchronization.backwards += 1
-        self.synchronization.micro.merge()
-        if self.plan.overlap == "backward" and len(self.synchronization.bucket_order.buckets) > 1:
-            self._late_hooks.ends()
-        if backward.no_sync:
-            self.unsynchronized += 1
-            return
-        if self.pace.engine_averages:
-            self.end_of_backwards(1, self._launch)
-        else:  # such a pace may wait here
-            conclude(partial(self.end_of_backwards, 1, self._launch), self.user_hooks.deliver)
+    def _receive(self, header: Pending, rows: torch.Tensor) -> Headers:
+        for tell in self.listeners.header_waits:
+            tell()
+        self.lane.wait(header)
+        headers = Headers(rows)
+        # Before anything else is waited for: a rank in another call, or astray, will never send a bucket.
+        check_same_call(headers, self.lane.groups.ranks)
+        if not headers.same_order:
+            check_headers(headers, self._names, self.lane.groups.ranks)  # another step or layout says more
+            check_order(self.lane, headers, [bucket.describe() for bucket in self._leaving()], self.health_log)
+        return headers
 
-    def nothing_came(self) -> None:
-        """It was torch.autograd.grad: no gradient was accumulated, so nothing is to be synchronized."""
-        self.synchronization.nothing_came(self.pace.backwards)
-        self.pace.put_away()
+    def _leaving(self) -> list[Bucket]:
+        """The buckets in the order in which this rank launched them, or will after its first header."""
+        return self._launched or self.bucket_order.buckets
 
-    def end_of_backwards(self, count: int, synchronize: Callable[[], None]) -> None:
-        """A micro-batch of this rank has ended, or what counts as one."""
-        synchronizes = False
-        self.aborted.window = self.unsynchronized + 1 if self.unsynchronized else 0
-        self.unsynchronized = 0  # what no_sync() added up is in this backward's gradients
-        if not self.aborted.spoiled:
-            self.aborted.counted()
+    # Wait
+
+    def _wait(self, headers: Headers) -> None:
         try:
-            with self.failing():
-                synchronizes = self.pace.after_backward(count, self.aborted.spoiled)
-            self.user_hooks.expect(self.pace, self.synchronization.marks, bool(self.aborted.spoiled))
-        finally:  # a NaN that is raised ends the step too
-            if not self.pace.engine_averages:  # the pace has seen to everything
-                self.synchronization.forget()
-                self._step_ends()
-                if not self.failed:
-                    self.listener.step_ended()
-        if synchronizes:
-            synchronize()
+            for pending in self._in_flight:
+                for hear in self.listeners.bucket_waits:
+                    hear(pending)
+                self.lane.wait(pending)
+                for hear in self.listeners.bucket_came:
+                    hear(pending)
+        except Cards as error:
+            # The headers know better why: another step, another layout.
+            check_headers(headers, self._names, self.lane.groups.ranks)
+            self.lane.fail()
+            raise Disagreement(
+                f"{self.lane.place()} the ranks of this host came to different sums: {'; '.join(error.cards)}"
+            ) from None
+        order = self.bucket_order
+        brought = Brought(self._session.step, self._in_flight, order.buckets, order.schedule, self._held_up_by)
+        for tell in self.listeners.came:
+            tell(brought)
 
-    def _launch(self) -> None:
-        with self.failing():
-            self.synchronization.drift_monitor.paused = self.joining
-            self.synchronization.launch_rest(
-                self.pace.micro_batches, self.aborted.spoiled, self._source(), self.step_counts.steps()
-            )
-        self.launched = self._settle
-        conclude(self._settle, self.user_hooks.deliver)
+    # Judge
 
-    def _settle(self) -> None:
-        with self.failing():
-            self.synchronization.settle_first()
-        self.launched = self._finish
-        self._finish()
+    def _judge(self, headers: Headers, acts: list[Act | None]) -> tuple[Outcome, str]:
+        """Whether the step counts, and what an exception has to say: alike on all ranks."""
+        verdict, why = step_verdict(self.lane, self._guard, headers, self._names, self.health_log)
+        for judge in self.listeners.judge:
+            found = judge(headers) if verdict is Outcome.COUNTS else None
+            if found is not None:
+                verdict, why = spoiled(self.lane, self._guard, found, self.health_log)
+        if verdict is Outcome.COUNTS:
+            self.health_log.counted()
+        for act in acts:
+            if act is not None:
+                act()
+        return verdict, why
 
-    def _finish(self, in_backward: bool = True) -> None:
-        self.launched = None
-        counts = False
-        try:
-            with self.failing():
-                self.synchronization.finish()
-            counts = in_backward and not self.synchronization.dropped
-            self.user_hooks.brought = self.synchronization.brought
-        finally:  # a NaN that is raised ends the step too
-            self.pace.averaged()
-            self.step_counts.begin_anew(sure=self.synchronization.delivered)
-            self._step_ends()
-            self.listener.synchronized(counts)
+    # Deliver
 
-    def _step_ends(self) -> None:
-        self.unsynchronized = 0
-        self.aborted.spoiled = Flag.NONE
-        self.active = None
+    def _deliver(self, headers: Headers) -> None:
+        for hear in self.listeners.averaged:
+            hear(headers)
+        factor, used = self.weighting.factor(headers), headers.used
+        everything = None if used.count(1) == len(used) else used
+        for bucket in self.bucket_order.buckets:
+            bucket.hand_out(everything, factor)
+        apart = [entry for entry in self.bucket_order.apart if used[entry.index]]
+        if apart:
+            average_apart(self.lane, self.exact, apart, headers, self.marks, self.scale, factor)
+        self.micro.put_back()
 
-    # Outside of backward
+    def _drop(self) -> None:
+        """The step came to nothing: no rank keeps a gradient of it."""
+        for entry in self.entries:
+            entry.drop()
+        for bucket in self.bucket_order.buckets:
+            bucket.reset()
+        self.micro.drop_aside()
 
-    @torch.no_grad()  # a gradient that was assigned may have a graph
-    def synchronize_now(self, flags: Flag = Flag.NONE) -> None:
-        """A whole synchronization at once, with the gradients as they stand."""
-        self.refuse_if_failed()
-        self.pace.before_backward()
-        micro_batches = self.pace.micro_batches if self.pace.k > 1 else 1
-        with self.failing():
-            self.synchronization.drift_monitor.paused = self.joining
-            self.synchronization.launch_rest(
-                micro_batches, flags | self.aborted.spoiled, self._source(), self.step_counts.steps()
-            )
-            self.synchronization.settle_first()
-        self._finish(in_backward=False)
-        self.user_hooks.deliver()
+    def _end(self, headers: Headers) -> None:
+        """What this step taught is for the next one."""
+        self.brought = b"" if self.dropped else headers.used
+        self.delivered = any(self.brought)
+        unit = self.weighting.unit
+        self.weighting.follow(headers)
+        if unit != self.weighting.unit:
+            self.sender.rescale(unit / self.weighting.unit)  # what is kept is in the unit of what comes next
+        if not (self.bucket_order.learned and headers.same_marks and headers.marks[0] == self.bucket_order.last_marks):
+            self.bucket_order.learn(headers, self._arrivals)
+        self._begin_step()
 
-    def drain_pace(self) -> bool:
-        """Have the pace bring to an end what is under way, backwards under no_sync() among it."""
-        self.aborted.end_window()
-        if self.unsynchronized and self.pace.replicas_differ:
-            raise loop_errors.local_drain(self._lane.place())
-        with self.failing():
-            more = self.pace.drain()
-        if more:
-            self.user_hooks.expect(self.pace, self.synchronization.marks)
-            self.user_hooks.deliver()
-        if self.unsynchronized:
-            self.synchronization.forget()
-            self.unsynchronized = 0
-        return more
+    # Where another one was
 
-    def meet(self, call: Call, word: bytes = bytes(8), flags: Flag = Flag.NONE) -> list[Head]:
-        """Wait until every rank is in this call."""
-        self.refuse_if_failed()
-        if call is Call.DETACH and sys.exception() is not None:
-            # The others may wait elsewhere, in a collective of their framework: they hear of it, we do not wait.
-            aside = GradSyncError(f"{self._lane.place()} detached because of an error: nobody is waited for")
-            self._lane.session.give_up(aside)  # what is under way may never end
-            raise aside
-        if call is not Call.VOTE:  # before a vote that was done
-            self.aborted.put_right()
-            self.aborted.end_window()
-        if call is not Call.DETACH:
-            self.listener.border()
-        with self.failing():
-            self.pace.before_meeting(call)
-            return meet(self._lane, call, len(self._entries), word, flags)
+    def continue_from(self, other: Synchronization) -> None:
+        """Take the place of one that had another plan, at its border; every rank calls this at once."""
+        self.sender.replace(other.sender.kept())
+        self.bucket_order.arrange(other.bucket_order.arrangement())
+        self._begin_step()
+        self.weighting.continue_from(other.weighting)
+        self.dropped, self.delivered = other.dropped, other.delivered
+        self._session.continue_at(other.lane.step)
 
-    def vote(self, active: bool) -> list[int]:
-        """Who has data left, by index in the group."""
-        heads = self.meet(Call.VOTE, flags=Flag.NONE if active else Flag.SHADOW)
-        return [rank for rank, head in enumerate(heads) if not head.flags & Flag.SHADOW]
-
-    @property
-    def waits(self) -> bool:
-        """Whether it waits for the other ranks before its next batch."""
-        return self.is_due() or (self.joining and self.active is None)
-
-    def vote_if_joining(self) -> None:
-        """Inside join(), every step starts with a vote."""
-        if self.joining and self.active is None:
-            self.active = self.vote(active=True)
-
-    @property
-    def listens(self) -> bool:
-        """Whether hooks are on; one rank alone may need none."""
-        return self._hooks is not None
-
-    def close(self) -> None:
-        """Take the hooks off."""
-        self.aborted.forget()
-        several_models.forget(self)
-        if self._hooks is not None:
-            self._hooks.remove()
-
-    # Small things
-
-    def _source(self) -> int:
-        """Whose buffers count in this step."""
-        return self.active[0] if self.active else 0
-
-    def _notice_changes(self, unheard: bool = False) -> None:
-        """Notice parameters that were replaced, frozen or thawed since the last step; `unheard`: see `check_thawed`."""
-        self._model_changes.check_model()
-        if self._model_changes.trainable_changed():
-            assert self._hooks is not None
-            if unheard:
-                self._model_changes.check_thawed(self._hooks.hears)
-            self._model_changes.note_trainable()
-            self.synchronization.note_trainable()
-            self._hooks.listen(self._entries)
+    def continue_window(self, backwards: int, names: set[str]) -> None:
+        """A window was open: so many backwards, which brought the gradients of these parameters."""
+        self.forget()
+        self.backwards = backwards
+        for entry in self.entries:
+            if entry.name in names:
+                self.marks[entry.index] |= Mark.USED

@@ -1,88 +1,102 @@
-"""What a trace is told of one synchronization: when each bucket was full, left and was back. Without one, nothing."""
+"""What a trace is told of one synchronization: when each bucket was full, left and was back, on detailed steps only."""
 
 from __future__ import annotations
 
+from gradsync.agreement.header import Headers
 from gradsync.engine.bucket import Bucket
-from gradsync.engine.bucket_order import BucketOrder
+from gradsync.engine.listeners import Brought, Listeners
 from gradsync.exchange.sender import Sender
 from gradsync.trace.lines import BucketLayout, BucketPlan
-from gradsync.trace.timers import Moment, span
-from gradsync.trace.tracer import BucketTrip, Tracer
-from gradsync.transport.lane import Lane
+from gradsync.trace.timers import Moment
+from gradsync.trace.tracer import BucketMoments, Tracer
 from gradsync.transport.pending import Pending
 
 
-class Logbook:
-    """Moments are taken on detailed steps only; names in the profiler always."""
+class SyncTimeline:
+    """Listens to the synchronizations of one engine."""
 
-    def __init__(self) -> None:
-        self.tracer: Tracer | None = None
+    def __init__(self, tracer: Tracer, listeners: Listeners, sender: Sender) -> None:
         # Of the last synchronization
-        self.closed = False  # whether it came to its end
-        self.trips: list[BucketTrip] = []
+        self.trips: list[BucketMoments] = []
         self.header_at: tuple[Moment, Moment] | None = None
         self.sent_nbytes = 0  # put on a network
         self.raw_nbytes = 0  # before compression
         self.layout: BucketLayout | None = None  # in which it went, since when
-        self._trips: list[BucketTrip] = []  # of the one under way
+        self._tracer = tracer
+        self._listeners = listeners
+        self._sender = sender
+        self._each_gradient = False  # whether it hears of each
+        self._ready: dict[int, Moment | None] = {}  # when a bucket's last gradient was there
+        self._packed: Moment | None = None
+        self._trips: list[BucketMoments] = []  # of the one under way
+        self._num_left = self._num_waited = 0
+        self._detailed = False
         self._schedule: int | None = None  # of the layout
+        listeners.add(
+            backward_begins=self._backward_begins,
+            filled=self._filled,
+            packed=self._was_packed,
+            left=self._left,
+            header_left=self._header_left,
+            header_came=self._header_came,
+            bucket_waits=self._bucket_waits,
+            bucket_came=self._bucket_came,
+            came=self._came,
+        )
 
-    def begin(self) -> None:
-        """The next synchronization."""
-        self._trips = []
+    def _backward_begins(self) -> None:
+        if self._tracer.each_gradient != self._each_gradient:
+            self._each_gradient = self._tracer.each_gradient
+            change = self._listeners.add if self._each_gradient else self._listeners.remove
+            change(each_arrival=self._tracer.arrived)
 
-    def filled(self, bucket: Bucket) -> None:
-        """Its last gradient is there."""
-        if self.tracer is not None:
-            bucket.ready_at = self.tracer.detail()
+    def _filled(self, bucket: Bucket) -> None:
+        self._ready[bucket.index] = self._tracer.detail()
 
-    def moment(self) -> Moment | None:
-        return None if self.tracer is None else self.tracer.detail()
+    def _was_packed(self, bucket: Bucket) -> None:
+        self._packed = self._tracer.detail()
 
-    def left(self, bucket: Bucket, pending: Pending, begun: Moment | None) -> None:
-        """It is under way, since `begun`."""
-        if self.tracer is None:
-            return
-        self.tracer.left(bucket.index)
+    def _left(self, bucket: Bucket, pending: Pending) -> None:
+        self._tracer.left(bucket.index)
+        self._num_left += 1
+        begun, ready = self._packed, self._ready.pop(bucket.index, None)
         if begun is None and bucket.choice.codec is None:
             return  # nothing of it will be told
-        flat_bucket, ready = bucket.flat_bucket, bucket.ready_at if bucket.ready_at is not None else begun
-        self._trips.append(BucketTrip(bucket.index, pending.nbytes, ready, begun, spans=flat_bucket.spans))
-        bucket.ready_at = None
+        ready = begun if ready is None else ready
+        self._trips.append(BucketMoments(bucket.index, pending.nbytes, ready, begun, spans=bucket.flat_bucket.spans))
 
-    def wait(self, lane: Lane, in_flight: list[Pending]) -> None:
-        """Wait for all buckets, in the order in which they left."""
-        detailed = self.tracer is not None and self.tracer.detailed and len(self._trips) == len(in_flight)
-        for number, pending in enumerate(in_flight):
-            begun = self.moment() if detailed else None
-            if self.tracer is not None and not pending.succeeded:
-                self.tracer.waiting(pending.bucket)
-            with span("wait", pending.bucket):
-                lane.wait(pending)
-            if detailed:
-                trip = self._trips[number]
-                trip.wait_from, trip.wait_to = begun, self.moment()
-                trip.done = pending.finished_at or trip.wait_to
-
-    def header_left(self) -> None:
-        now = self.moment()
+    def _header_left(self) -> None:
+        now = self._tracer.detail()
         self.header_at = None if now is None else (now, now)
 
-    def header_came(self) -> None:
-        if self.tracer is not None and self.header_at is not None:
-            self.header_at = (self.header_at[0], self.tracer.timer.now())
+    def _header_came(self, headers: Headers) -> None:
+        if self.header_at is not None:
+            self.header_at = (self.header_at[0], self._tracer.timer.now())
 
-    def close(self, bucket_order: BucketOrder, sender: Sender, step: int) -> None:
-        """All buckets are back. What went is noted now: for the next synchronization they may be others."""
-        self.trips = self._trips
-        if self.tracer is None:
-            return
-        flat_buckets = [bucket.flat_bucket for bucket in bucket_order.buckets]
-        self.sent_nbytes = round(sum([sender.sent_nbytes(flat_bucket, step) for flat_bucket in flat_buckets]))
-        if bucket_order.schedule != self._schedule:
-            self._schedule = bucket_order.schedule
+    def _bucket_waits(self, pending: Pending) -> None:
+        self._detailed = self._tracer.detailed and len(self._trips) == self._num_left
+        if self._detailed:
+            self._trips[self._num_waited].wait_begins(self._tracer.detail())
+        if not pending.succeeded:
+            self._tracer.waiting(pending.bucket)
+
+    def _bucket_came(self, pending: Pending) -> None:
+        if self._detailed:
+            now = self._tracer.detail()
+            self._trips[self._num_waited].wait_ends(now, pending.finished_at or now)
+        self._num_waited += 1
+
+    def _came(self, brought: Brought) -> None:
+        """What went is noted now: for the next synchronization the buckets may be others."""
+        self.trips, self._trips = self._trips, []
+        self._num_left = self._num_waited = 0
+        flat_buckets = [bucket.flat_bucket for bucket in brought.buckets]
+        sent = [self._sender.sent_nbytes(flat_bucket, brought.step) for flat_bucket in flat_buckets]
+        self.sent_nbytes = round(sum(sent))
+        if brought.schedule != self._schedule:
+            self._schedule = brought.schedule
             self.raw_nbytes = sum(flat_bucket.raw_nbytes for flat_bucket in flat_buckets)
-            self.layout = BucketLayout(step, [_plan(bucket) for bucket in bucket_order.buckets])
+            self.layout = BucketLayout(brought.step, [_plan(bucket) for bucket in brought.buckets])
 
 
 def _plan(bucket: Bucket) -> BucketPlan:

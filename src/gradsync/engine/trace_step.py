@@ -20,13 +20,16 @@ import torch.distributed as dist
 from gradsync.engine.bucket import Entry
 from gradsync.engine.clock_offset import measure_offset
 from gradsync.engine.hooks import weakly
+from gradsync.engine.listeners import Moments
 from gradsync.engine.socket_use import LinksUsed
-from gradsync.engine.synchronization import Synchronization
+from gradsync.engine.step import Synchronization
+from gradsync.engine.sync_timeline import SyncTimeline
 from gradsync.errors import PeerFault
+from gradsync.trace import Recorder
 from gradsync.trace.flight import Flight
 from gradsync.trace.lines import BucketLayout, BucketPlan, ClockShift, Health, RunHeader
 from gradsync.trace.timers import timer_for
-from gradsync.trace.tracer import BucketTrip, Tracer
+from gradsync.trace.tracer import BucketMoments, Tracer
 from gradsync.trace.writer import Writer
 from gradsync.transport.blame import lost
 from gradsync.transport.lane import Lane
@@ -86,7 +89,7 @@ def open_tracer(
 
 
 class Tracing:
-    """The listener that writes the trace; see `Listener`."""
+    """The listener that writes the trace: of a GradSync, or of what integrations tell it."""
 
     def __init__(
         self, tracer: Tracer, lane: Lane, together: bool, wires: Collection[tuple[int, str]] | None = None
@@ -96,6 +99,7 @@ class Tracing:
         self._lane = lane
         self._together = together
         self._synchronization: Synchronization | None = None
+        self._timeline: SyncTimeline | None = None
         self._failed = False
         self._over = False
         self._layout: list[BucketPlan] = []  # that was written last
@@ -107,14 +111,15 @@ class Tracing:
         self._at_exit = weakly(self._exit)
         atexit.register(self._at_exit)
 
-    def follow(self, synchronization: Synchronization) -> None:
+    def follow(self, synchronization: Synchronization, recorder: Recorder) -> None:
         """Hear of what this one does from now on; every rank calls this at once."""
         if synchronization.lane is not self._lane:
             self._change_links(synchronization.lane)
+        if self._synchronization is None:
+            synchronization.health_log.listen(self.tracer.health)  # the same one under every plan
         self._synchronization, self._lane = synchronization, synchronization.lane
-        synchronization.logbook.tracer = self.tracer
-        synchronization.recorder.told = self.tracer.waited
-        synchronization.health_log.noted = self.tracer.health
+        recorder.tell(self.tracer.waited)
+        self._timeline = SyncTimeline(self.tracer, synchronization.listeners, synchronization.sender)
         synchronization.lane.notice(self._noticed)
 
     def continue_at(self, step: int) -> None:
@@ -123,6 +128,21 @@ class Tracing:
             self.tracer.continue_at(step)
 
     # As a listener
+
+    @property
+    def moments(self) -> Moments:
+        """What it hears of a loop's steps; of synchronizations its timeline does."""
+        return {
+            "border": self.border,
+            "forward_begins": self.forward_begins,
+            "backward_begins": self.backward_begins,
+            "backward_ends": self.backward_ends,
+            "synchronized": self.synchronized,
+            "step_ended": self.step_ended,
+            "optimizer_begins": self.optimizer_begins,
+            "optimizer_ends": self.optimizer_ends,
+            "failed": self.failed,
+        }
 
     def border(self) -> None:
         if self._synchronization is not None and self._synchronization.lane.step >= self._aligned_at + _ALIGN_EVERY:
@@ -134,34 +154,31 @@ class Tracing:
     def backward_begins(self) -> None:
         self.tracer.backward_begins()
 
-    def arrived(self, index: int) -> None: ...
-
     def backward_ends(self) -> None:
         self.tracer.backward_ends()
 
     def synchronized(self, counts: bool) -> None:
-        synchronization = self._synchronization
-        if synchronization is None or not synchronization.logbook.closed:
+        synchronization, told = self._synchronization, self._timeline
+        if synchronization is None or told is None or self._lane.session.failed is not None:
             return  # it failed: the error has its own line
-        book = synchronization.logbook
-        if book.layout is not None:
-            self.write_layout(book.layout)
+        if told.layout is not None:
+            self.write_layout(told.layout)
         self.tracer.over(
             synchronization.lane.step - 1,
             not synchronization.dropped,
-            book.trips,
-            book.header_at,
-            book.sent_nbytes,
-            book.raw_nbytes,
+            told.trips,
+            told.header_at,
+            told.sent_nbytes,
+            told.raw_nbytes,
         )
         self._look_at_wires()
 
     def step_ended(self) -> None:
         self.over(self.tracer.count)
 
-    def over(self, step: int, trips: Iterable[BucketTrip] = ()) -> None:
+    def over(self, step: int, trips: Iterable[BucketMoments] = ()) -> None:
         """A step of which the synchronization knows nothing is over."""
-        self.tracer.over(step, counts=True, trips=trips)
+        self.tracer.over(step, counts=True, buckets=trips)
         self._look_at_wires()
 
     def write_layout(self, layout: BucketLayout) -> None:

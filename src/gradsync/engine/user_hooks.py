@@ -28,7 +28,7 @@ from gradsync.pace.contract import Pace
 
 Hook = Callable[[torch.Tensor], Any]
 _RELAY, _OPTIMIZER = -1, -2  # keys; torch's handles count from 0
-_MODULE = "torch.distributed.optim.apply_optimizer_in_backward"
+APPLY_IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"  # the module
 
 
 class GradientHook(partial[None]):
@@ -98,16 +98,13 @@ class ParameterHooks(OrderedDict[int, Hook]):
 class UserHooks:
     """Those of one model."""
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    def __init__(self, entries: Sequence[Entry], ran: Callable[[], None], check: Callable[[str], None]) -> None:
+        """`ran` is told when they have been called; `check` raises where one of that parameter cannot be served."""
         self.delivering = False  # inside a user's hook
-        self.brought = b""  # not 0 for parameters of which a gradient has come, and hooks have not been called
-        self.ran: Callable[[], None] = ignore  # told when they have been called
-        self.check: Callable[[str], None] = ignore  # raises where the hook of a parameter of that name cannot be served
+        self.by_parameter: dict[int, OrderedDict[int, Hook]] = {}  # of those that had any, by index
+        self._brought = b""  # not 0 for parameters of which a gradient has come, and hooks have not been called
+        self._ran, self._check = ran, check
         self._entries = entries
-        self._others: dict[int, OrderedDict[int, Hook]] = {}  # of parameters that had any, by index
-
-    def __bool__(self) -> bool:
-        return bool(self._others)
 
     def take_over(self, entry: Entry) -> None:
         """From now on autograd calls only ours at this parameter."""
@@ -130,35 +127,39 @@ class UserHooks:
 
     def expect(self, pace: Pace, marks: bytearray, aborted: bool = False) -> None:
         """A pace that sees to gradients itself has done so; `marks` say which this rank's backward brought."""
-        self.brought = b""
-        if pace.engine_averages or not self:
+        self._brought = b""
+        if pace.engine_averages or not self.by_parameter:
             return
         if not pace.replicas_differ:
-            self.brought = bytes(entry.param.grad is not None for entry in self._entries)
+            self._brought = bytes(entry.param.grad is not None for entry in self._entries)
         elif not aborted:  # each rank applies its own
-            self.brought = bytes(mark & Mark.USED for mark in marks)
+            self._brought = bytes(mark & Mark.USED for mark in marks)
+
+    def bring(self, used: bytes) -> None:
+        """The engine has averaged the gradients of those that are not 0."""
+        self._brought = used
 
     def deliver(self) -> None:
         """Call them for parameters whose gradient has been brought; the same on all ranks, in the same order."""
-        brought, self.brought = self.brought, b""
-        if not brought or not self:
+        brought, self._brought = self._brought, b""
+        if not brought:
             return
         self.delivering = True
         try:
             with torch.no_grad():
-                for index in sorted(self._others):
+                for index in sorted(self.by_parameter):
                     param = self._entries[index].param
                     if brought[index] and param.grad is not None:
-                        _call_all(self._others[index], param)
+                        _call_all(self.by_parameter[index], param)
         finally:
             self.delivering = False
-        self.ran()
+        self._ran()
 
     def note(self, index: int) -> None:
         """A hook is added to this parameter."""
         entry = self._entries[index]
-        self.check(entry.name)
-        self._others[index] = entry.param._post_accumulate_grad_hooks.others  # type: ignore[attr-defined]
+        self._check(entry.name)
+        self.by_parameter[index] = entry.param._post_accumulate_grad_hooks.others  # type: ignore[attr-defined]
 
 
 def hooked(entries: Iterable[Entry]) -> list[str]:
@@ -174,7 +175,7 @@ def hooked(entries: Iterable[Entry]) -> list[str]:
 
 def optimizers_in_backward(entries: Iterable[Entry]) -> Iterator[tuple[Entry, list[Any]]]:
     """Parameters that torch's `_apply_optimizer_in_backward` steps, and the handles of its hooks."""
-    handles: Any = getattr(sys.modules.get(_MODULE), "param_to_optim_hook_handle_map", None)
+    handles: Any = getattr(sys.modules.get(APPLY_IN_BACKWARD), "param_to_optim_hook_handle_map", None)
     for entry in entries if handles else ():
         if handles.get(entry.param):
             yield entry, handles[entry.param]

@@ -15,7 +15,6 @@ add up in `.grad` without weights, so what is there counts with the *base*, the 
     weight 5    .grad = g1·3/5 + g2     base 5    multiplied before the backward, so buckets still leave during it
     weight 0    .grad = g1·3/5 + g2     base 5    far lighter than the base: it comes apart, and is added afterwards
 
-The micro-batches of a step, in `.grad` of one rank, where each has a weight of its own: see `weighting`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import torch
 from gradsync.agreement.header import Flag, Headers
 from gradsync.engine.bucket import Entry
 from gradsync.exchange.means import mean_scale
-from gradsync.plan.plan import Combine
+from gradsync.plan.sync_plan import Combine
 
 _LIGHT = 2.0**-6  # of the base: multiplying by more than the inverse could overflow a half type
 
@@ -39,9 +38,10 @@ class Weighting:
     def __init__(self, size: int, k: int, combine: Combine) -> None:
         self._size = size
         self.k = k
-        self._combine = combine
+        self.combine = combine
         self.unit = 1.0  # agreed: follows from the last header
         self._used_unit = 1.0  # the one in this step's buckets
+        self._plain_scale = mean_scale(size * k, combine)  # with no weights
         self.begin()
 
     def begin(self) -> None:
@@ -69,6 +69,19 @@ class Weighting:
             weight, base, closed, num_closed = state if len(state) == 4 else (state[0], state[0], 0.0, 0.0)
             self.weight, self.base = (None if math.isnan(number) else number for number in (weight, base))
             self.closed, self.num_closed = closed, int(num_closed)
+
+    def continue_from(self, other: Weighting) -> None:
+        """Take the place of one that had another plan."""
+        self.unit, self.weight = other.unit, other.weight
+
+    def continue_at(self, unit: float, state: tuple[float, ...] | None) -> None:
+        """Likewise from a state that was saved."""
+        self.unit = unit
+        self.load(state)
+
+    def nothing_there(self) -> None:
+        """Nothing of this step stands in `.grad`."""
+        self.base = None
 
     @property
     def changes(self) -> bool:
@@ -109,19 +122,21 @@ class Weighting:
         """What this rank multiplies its gradients by before they travel."""
         self._used_unit = self.unit
         weight = self._now if self.base is None else self.base
-        return mean_scale(self._size * self.k * self.unit, self._combine, weight)
+        if weight == self.unit == 1.0:
+            return self._plain_scale
+        return mean_scale(self._size * self.k * self.unit, self.combine, weight)
 
     def factor(self, headers: Headers) -> float:
         """What the sum is multiplied by when it is back."""
-        total = headers.total_weight()
-        if self._combine == "sum" or total == 0:
+        total = headers.total_weight
+        if self.combine == "sum" or total == 0:
             return 1.0
         return self._size * self.k * self._used_unit / total
 
     def follow(self, headers: Headers) -> None:
         """Choose the unit for what comes next; equal on all ranks."""
-        mean = headers.total_weight() / (self._size * self.k)
-        weighted = bool(headers.flagged(Flag.WEIGHTED)) and mean > 0
+        mean = headers.total_weight / (self._size * self.k)
+        weighted = bool(headers.flags & Flag.WEIGHTED) and mean > 0
         self.unit = 2.0 ** math.floor(math.log2(mean)) if weighted else 1.0
 
 
@@ -131,6 +146,7 @@ class MicroBatches:
     def __init__(self, entries: Sequence[Entry], weighting: Weighting) -> None:
         self._entries = entries
         self._weighting = weighting
+        self._aside: list[tuple[Entry, torch.Tensor]] = []  # sums of before
         self.begin()
 
     def begin(self) -> None:
@@ -156,18 +172,36 @@ class MicroBatches:
                 entry.param.grad = None
             if self._heavier:
                 return False
-            self._weighting.base = None  # the loss of what came before touched no parameter
+            self._weighting.nothing_there()  # the loss of what came before touched no parameter
         if (ratio := self._weighting.take_over()) != 1.0:
             for entry in self._entries:
                 if entry.param.grad is not None:
                     entry.param.grad = entry.param.grad.mul_(ratio) if ratio else None
         return True
 
+    def set_aside(self) -> None:
+        """A sum that was synchronized before must not be added up over the ranks again."""
+        if self._weighting.combine == "sum" and not self._aside:
+            for entry in self._entries:
+                if entry.param.grad is not None:
+                    self._aside.append((entry, entry.param.grad.detach().clone()))
+                    entry.param.grad = None
+
+    def put_back(self) -> None:
+        """Add what was set aside to what is there."""
+        for entry, grad in self._aside:
+            entry.param.grad = grad if entry.param.grad is None else entry.param.grad + grad
+        self._aside = []
+
+    def drop_aside(self) -> None:
+        """The step came to nothing, and with it what stood there before."""
+        self._aside = []
+
     def nothing_came(self, backwards: int) -> None:
         """A backward brought no gradient; so many did before."""
         self.merge()
         if not backwards:
-            self._weighting.base = None
+            self._weighting.nothing_there()
 
     @torch.no_grad()
     def merge(self) -> None:

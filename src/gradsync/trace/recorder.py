@@ -4,13 +4,33 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Protocol
 
 import torch
 
 from gradsync.trace.timers import Moment
+
+
+class TimedCollective(Protocol):
+    """What a collective leaves behind; times in seconds of the monotonic clock, 0.0 where nobody knows."""
+
+    launched_at: float
+    finished_at: float
+    nbytes: int
+
+
+class Synchronized(Protocol):
+    """What one synchronization brought."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def in_flight(self) -> Sequence[TimedCollective]: ...
+    @property
+    def held_up_by(self) -> str | None: ...
 
 
 @dataclass(slots=True)
@@ -39,7 +59,7 @@ class Recorder:
         self._wait_start: float | None = None
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self.count = 0
-        self.told: Callable[[StepRecord], None] = _nobody  # of every record, when it is closed
+        self._listeners: list[Callable[[StepRecord], None]] = []  # of every record, when it is closed
 
     def start_waiting(self, on_device: bool) -> None:
         """Backward has computed everything: from here on, time is exposed.
@@ -77,7 +97,27 @@ class Recorder:
         self._last_end = now
         self._wait_start = None
         self.count += 1
-        self.told(record)
+        for tell in self._listeners:
+            tell(record)
+
+    def tell(self, hear: Callable[[StepRecord], None]) -> None:
+        """Tell this one of every record from now on."""
+        self._listeners.append(hear)
+
+    def continue_from(self, other: Recorder) -> None:
+        """Count on where that one was."""
+        self.count = other.count
+
+    def finish(
+        self, step: int, in_flight: Sequence[TimedCollective], held_up_by: str | None = None, sent_nbytes: int = 0
+    ) -> None:
+        """Close the record from what the collectives left behind."""
+        spans = [(each.launched_at, each.finished_at) for each in in_flight if each.finished_at]
+        self.finish_step(step, spans, sum(each.nbytes for each in in_flight), len(in_flight), held_up_by, sent_nbytes)
+
+    def finish_synchronization(self, brought: Synchronized) -> None:
+        """Close the record of a step of the engine."""
+        self.finish(brought.step, brought.in_flight, brought.held_up_by)
 
     def records(self) -> list[StepRecord]:
         """The last steps, oldest first; times on a device are filled in where they are known."""
@@ -102,9 +142,6 @@ class Recorder:
         result["held_up_by"] = held_up.most_common(1)[0][0] if held_up else None
         result["held_up_steps"] = sum(held_up.values())
         return result
-
-
-def _nobody(_: StepRecord) -> None: ...
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> float:

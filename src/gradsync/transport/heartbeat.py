@@ -16,6 +16,7 @@ import mmap
 import os
 import secrets
 import struct
+import threading
 import zlib
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ _MAX_CULPRITS = 64
 _CHECKSUM = struct.Struct("<I")
 _BODY = struct.Struct(f"<QQqiii{4 * _MAX_CULPRITS}s")  # number, beat, step, phase, bucket, number of culprits, culprits
 RECORD_NBYTES = _CHECKSUM.size + _BODY.size
+_SLOTS = (_NONCE_NBYTES, _NONCE_NBYTES + RECORD_NBYTES)
 
 
 class Phase(enum.IntEnum):
@@ -55,28 +57,18 @@ class RankState(NamedTuple):
 INITIAL = RankState(0, 0, Phase.COMPUTING, -1, ())
 
 
-class Page:
-    """A page, own or a peer's. Only the owner writes."""
+class Heartbeat:
+    """A page, own or a peer's."""
 
     def __init__(self, fd: int, nonce: bytes, writable: bool) -> None:
         self.fd = fd
         self.nonce = nonce
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         self._memory = mmap.mmap(fd, _NBYTES, access=access)
-        self._number = 0
         self._last = INITIAL
 
     @classmethod
-    def create(cls) -> Page:
-        fd = os.memfd_create("gradsync-page", os.MFD_CLOEXEC)
-        os.ftruncate(fd, _NBYTES)
-        page = cls(fd, secrets.token_bytes(_NONCE_NBYTES), writable=True)
-        page._memory[:_NONCE_NBYTES] = page.nonce
-        page.write(INITIAL)
-        return page
-
-    @classmethod
-    def open(cls, pid: int, fd: int, nonce: bytes) -> Page | None:
+    def open(cls, pid: int, fd: int, nonce: bytes) -> Heartbeat | None:
         """A peer's page, or None where this process cannot see it (another host or container)."""
         try:
             mine = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -94,14 +86,9 @@ class Page:
             return None
         return page
 
-    def write(self, state: RankState) -> None:
-        self._number += 1
-        at = _slot(self._number)
-        self._memory[at : at + RECORD_NBYTES] = encode(state, self._number)
-
     def read(self) -> RankState:
         """The newest whole state; if both slots are being written just now, the one read before."""
-        slots = (decode(self._memory[at : at + RECORD_NBYTES]) for at in (_slot(0), _slot(1)))
+        slots = (decode(self._memory[at : at + RECORD_NBYTES]) for at in _SLOTS)
         whole = [slot for slot in slots if slot is not None]
         if whole:
             self._last = max(whole)[1]
@@ -110,6 +97,42 @@ class Page:
     def close(self) -> None:
         self._memory.close()
         os.close(self.fd)
+
+
+class OwnHeartbeat(Heartbeat):
+    """This rank's, in which it says where it is. Cheap: one write to memory."""
+
+    def __init__(self) -> None:
+        fd = os.memfd_create("gradsync-page", os.MFD_CLOEXEC)
+        os.ftruncate(fd, _NBYTES)
+        super().__init__(fd, secrets.token_bytes(_NONCE_NBYTES), writable=True)
+        self._memory[:_NONCE_NBYTES] = self.nonce
+        self._number = 0
+        self._lock = threading.Lock()  # the thread that beats writes too
+        self.state = INITIAL  # what was said last
+        self.at(0, Phase.COMPUTING)
+
+    def at(self, step: int, phase: Phase, bucket: int = -1, culprits: tuple[int, ...] = ()) -> None:
+        """Say where this rank is; several times a step."""
+        with self._lock:
+            self.write(RankState(self.state.beat, step, phase, bucket, culprits))
+
+    def beat(self) -> None:
+        """Say that this rank is alive."""
+        with self._lock:
+            self.write(self.state._replace(beat=self.state.beat + 1))
+
+    def close(self) -> None:
+        with self._lock:
+            super().close()
+
+    def write(self, state: RankState) -> None:
+        """Let this be what peers read; the caller holds the lock."""
+        self.state = state
+        if not self._memory.closed:
+            self._number += 1
+            at = _SLOTS[self._number % 2]
+            self._memory[at : at + RECORD_NBYTES] = encode(state, self._number)
 
 
 def encode(state: RankState, number: int = 0) -> bytes:
@@ -133,7 +156,3 @@ def decode(record: bytes) -> tuple[int, RankState] | None:
     if phase not in Phase._value2member_map_ or not 0 <= count <= _MAX_CULPRITS:
         return None
     return number, RankState(beat, step, Phase(phase), bucket, struct.unpack_from(f"<{count}i", names))
-
-
-def _slot(number: int) -> int:
-    return _NONCE_NBYTES + number % 2 * RECORD_NBYTES

@@ -25,7 +25,7 @@ from gradsync.errors import GradSyncError, PeerLost, SyncTimeout, listed, place
 from gradsync.transport.awake_clock import Awake
 from gradsync.transport.connecting import Attempt
 from gradsync.transport.groups import Groups, fresh_prefix, give_prefix_back
-from gradsync.transport.heartbeat import Page, RankState, encode
+from gradsync.transport.heartbeat import Heartbeat, RankState, encode
 from gradsync.transport.host_processes import ended, is_gone, remember
 from gradsync.transport.peers import LocalPeer, Mailbox, Peer, RemotePeer
 
@@ -64,13 +64,13 @@ _CARDS, _SIGHTS, _BEATS = "card", "sight", "beat"
 class GroupMeeting:
     """Whom we met, the mailbox if anybody is out of sight, and who shares a host; filled in while `hold` runs."""
 
-    def __init__(self, groups: Groups, page: Page, own: Callable[[], RankState]) -> None:
+    def __init__(self, groups: Groups, page: Heartbeat, own: Callable[[], RankState]) -> None:
         self.peers: dict[int, Peer] = {}  # by index in the group; replaced, never changed: another thread reads it
         self.mailbox: Mailbox | None = None
         self.hosts: Hosts = ((groups.rank,),) if groups.size == 1 else ()
         self.absent: list[int] = []  # who has not come yet
         self._groups = groups
-        self._page = page
+        self._heartbeat = page
         self._own = own
 
     def hold(self, attempt: Attempt[Any], patience: float) -> None:
@@ -107,7 +107,7 @@ class GroupMeeting:
     def _hold(self, store: Store, attempt: Attempt[Any], bound: Awake) -> None:
         groups = self._groups
         host, kernel = (sha256(identity().encode()).digest() for identity in (host_identity, kernel_identity))
-        mine = _CARD.pack(host, kernel, os.getpid(), self._page.fd, self._page.nonce)
+        mine = _CARD.pack(host, kernel, os.getpid(), self._heartbeat.fd, self._heartbeat.nonce)
         # Before the card: who has seen that reads the other, and must not wait for it.
         store.set(_key(_BEATS, groups.rank), encode(self._own()))  # type: ignore[arg-type]  # bytes are taken as they are
         store.set(_key(_CARDS, groups.rank), mine)  # type: ignore[arg-type]

@@ -34,7 +34,7 @@ from gradsync.transport.awake_clock import Awake
 from gradsync.transport.blame import Sight, blame, lost, stopped
 from gradsync.transport.connecting import Attempt
 from gradsync.transport.groups import Groups
-from gradsync.transport.heartbeat import INITIAL, Page, Phase, RankState
+from gradsync.transport.heartbeat import INITIAL, OwnHeartbeat, Phase, RankState
 from gradsync.transport.host_meeting import GroupMeeting
 from gradsync.transport.peers import LocalPeer, Mailbox, Peer, RemotePeer
 
@@ -51,9 +51,7 @@ class Liveness:
         self._groups = groups
         self._guard = guard
         self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._page = Page.create()
-        self._state = INITIAL
+        self.heartbeat = OwnHeartbeat()
         self._closed = False
         self._closing = threading.Lock()
         self._orphaned = False
@@ -61,7 +59,7 @@ class Liveness:
         self._last_act: Callable[[], None] = _nothing  # and what it does then
         self._curious = False
         me = weakref.ref(self)  # with more, the two would keep each other, and the store, until a collection
-        self._meeting = GroupMeeting(groups, self._page, lambda: _state_of(me()))
+        self._meeting = GroupMeeting(groups, self.heartbeat, lambda: _state_of(me()))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="gradsync-liveness", daemon=True)
         if groups.size > 1:
@@ -101,12 +99,11 @@ class Liveness:
     @property
     def state(self) -> RankState:
         """What this rank last said of itself."""
-        return self._state
+        return self.heartbeat.state
 
     def at(self, step: int, phase: Phase, bucket: int = -1, culprits: tuple[int, ...] = ()) -> None:
-        """Say where this rank is. Cheap: one write to memory."""
-        with self._lock:
-            self._say(RankState(self._state.beat, step, phase, bucket, culprits))
+        """Say where this rank is, and that soon, if it is no more in its steps."""
+        self.heartbeat.at(step, phase, bucket, culprits)
         if self._mailbox is not None and phase >= Phase.FAILED:
             self._mailbox.hurry()
 
@@ -130,13 +127,13 @@ class Liveness:
         clock = Awake()
         while (waited := clock.look()) < _REPORT_S:
             sights = self.sights()
-            guilty, excused = blame(sights, stopped(sights), self._state.step)
-            if culprits := lost(sights, self._state.step) or guilty or (excused if waited >= _QUIET_S else []):
+            guilty, excused = blame(sights, stopped(sights), self.state.step)
+            if culprits := lost(sights, self.state.step) or guilty or (excused if waited >= _QUIET_S else []):
                 return culprits, sights
             time.sleep(0.02)
         # Nobody is known to be gone: the remote rank that stayed silent all this time is the best guess.
         sights = self._look(_QUIET_S)
-        return lost(sights, self._state.step), sights
+        return lost(sights, self.state.step), sights
 
     def pid(self, rank: int) -> int | None:
         """The process of a rank of this host."""
@@ -172,12 +169,12 @@ class Liveness:
 
     def is_ahead(self) -> bool:
         """Whether a rank that lives has not come as far as this one, and may still need it."""
-        return any(not sight.stopped and sight.state.step < self._state.step for sight in self.sights().values())
+        return any(not sight.stopped and sight.state.step < self.state.step for sight in self.sights().values())
 
     def _leave(self) -> None:
-        if self._state.phase not in (Phase.FAILED, Phase.LOST_PEER):
+        if self.state.phase not in (Phase.FAILED, Phase.LOST_PEER):
             # At exit: the interpreter knows whether it ends by an exception.
-            self.at(self._state.step, Phase.LEFT if getattr(sys, "last_value", None) is None else Phase.FAILED)
+            self.at(self.state.step, Phase.LEFT if getattr(sys, "last_value", None) is None else Phase.FAILED)
 
     def _stay_with_the_store(self) -> None:
         """Where the store ends with rank 0, this waits a moment for the others to read there whom it lost.
@@ -185,7 +182,7 @@ class Liveness:
         Else the first to notice a death would be blamed by the last, which hears nothing of anybody any more.
         """
         keeps = self._mailbox is not None and self._groups.ranks[self._groups.rank] == 0
-        if not keeps or self._state.phase != Phase.LOST_PEER or threading.current_thread() is self._thread:
+        if not keeps or self.state.phase != Phase.LOST_PEER or threading.current_thread() is self._thread:
             return
         self.watch(True)
         bound = Awake(_REPORT_S)
@@ -196,11 +193,10 @@ class Liveness:
         atexit.unregister(self.close)
         if self._mailbox is not None:
             self._mailbox.close()
-        with self._lock:
-            self._closed = True
-            for peer in self._peers.values():
-                peer.close()
-            self._page.close()
+        self._closed = True
+        for peer in self._peers.values():
+            peer.close()
+        self.heartbeat.close()
 
     def _look(self, remote_silent_after: float) -> dict[int, Sight]:
         """Every other rank as it is just now, with a bound for those whose death nobody here can see."""
@@ -221,17 +217,12 @@ class Liveness:
             if isinstance(peer, LocalPeer) and peer.silent_s >= _HELD_S and peer.runs():
                 state = peer.look()
                 # Any beat that its readers have not just seen; its own next one differs too.
-                mailbox.speak_for(rank, state._replace(beat=state.beat + (self._state.beat << 32)))
+                mailbox.speak_for(rank, state._replace(beat=state.beat + (self.state.beat << 32)))
 
     def _store_keeper(self) -> int | None:
         """The rank that goes down with the store: rank 0 keeps it, or is on the host of the agent that does."""
         rank = self._groups.ranks.index(0) if 0 in self._groups.ranks else -1
         return rank if isinstance(self._peers.get(rank), RemotePeer) else None
-
-    def _say(self, state: RankState) -> None:
-        self._state = state
-        if not self._closed:
-            self._page.write(state)
 
     def _beat(self) -> None:
         clock = Awake()
@@ -239,8 +230,7 @@ class Liveness:
             if self._orphaned and self._may_end():
                 break
             elapsed = clock.tick()  # however long it was, a second at most: see [Time awake]
-            with self._lock:
-                self._say(self._state._replace(beat=self._state.beat + 1))
+            self.heartbeat.beat()
             if self._mailbox is not None:
                 self._mailbox.watch(self._curious)  # it may have been made while somebody waits already
                 self._mailbox.listen(elapsed)

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from torch._C._distributed_c10d import Store
 
-from gradsync.transport.heartbeat import INITIAL, Page, RankState, decode, encode
+from gradsync.transport.heartbeat import INITIAL, Heartbeat, RankState, decode, encode
 from gradsync.transport.host_processes import look_at
 
 
@@ -50,16 +50,16 @@ class Peer(Protocol):
 class LocalPeer:
     """A rank of this host."""
 
-    def __init__(self, pid: int, page: Page, pidfd: int) -> None:
+    def __init__(self, pid: int, page: Heartbeat, pidfd: int) -> None:
         self.pid = pid
         self.silent_s = 0.0
-        self._page = page
+        self._heartbeat = page
         self.pidfd = pidfd
         self._beat = -1
 
     @classmethod
     def find(cls, pid: int, fd: int, nonce: bytes) -> LocalPeer | None:
-        page = Page.open(pid, fd, nonce)
+        page = Heartbeat.open(pid, fd, nonce)
         if page is None:
             return None
         try:
@@ -69,7 +69,7 @@ class LocalPeer:
             return None
 
     def look(self) -> RankState:
-        return self._page.read()
+        return self._heartbeat.read()
 
     def runs(self) -> bool:
         process = look_at(self.pid)
@@ -87,7 +87,7 @@ class LocalPeer:
         self._beat = beat
 
     def close(self) -> None:
-        self._page.close()
+        self._heartbeat.close()
         os.close(self.pidfd)
 
 

@@ -56,6 +56,7 @@ class Session(Position):
         super().__init__(groups.ranks[groups.rank], groups.size)
         self.groups = groups
         self.liveness = liveness
+        self._heartbeat = liveness.heartbeat
         self.failed: str | None = None  # the kind of error by which this rank gave up
         self.stuck_bucket: int | None = None  # what was under way then
         self.describe: Callable[[int], str] = lambda bucket: f"bucket {bucket}"
@@ -75,13 +76,23 @@ class Session(Position):
 
     # What this rank says of itself
 
+    @property
+    def said(self) -> RankState:
+        """The last of it."""
+        return self._heartbeat.state
+
     def at(self, phase: Phase, bucket: int = -1) -> None:
         """Say where this rank is."""
-        self.liveness.at(self.step, phase, bucket)
+        self._heartbeat.at(self.step, phase, bucket)
+
+    def next_step(self) -> None:
+        """This step is over: this rank computes again."""
+        self.step += 1
+        self._heartbeat.at(self.step, Phase.COMPUTING)
 
     def resume(self, said: RankState) -> None:
         """Say again what was said before a wait."""
-        self.liveness.at(self.step, said.phase, said.bucket, said.culprits)
+        self._heartbeat.at(self.step, said.phase, said.bucket, said.culprits)
 
     def fail(self, culprits: tuple[int, ...] = (), lost: bool = False) -> None:
         """Say that this rank has given up, and because of whom; `lost`: they will never come."""
