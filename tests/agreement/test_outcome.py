@@ -108,6 +108,7 @@ def test_batches_are_in_a_row_only_if_nothing_is_between_them(between: str) -> N
         judge(raised(), USUAL)
         if number == TOO_MANY - 2:
             judge.log.counted() if between == "counts" else judge(bad(0), USUAL)
+    assert "the batch is skipped on every rank" in judge.warned[0]
 
 
 def test_where_nan_is_allowed_the_step_counts() -> None:
