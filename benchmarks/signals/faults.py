@@ -20,8 +20,8 @@ from gradsync.cli.demo.slow_link.shaped_link import INTERFACE, Shaper, inside, s
 from gradsync.cli.main import main as command
 from gradsync.launch.spawn import RankPool
 from gradsync.report.live.feed import Feed, Reader
-from gradsync.report.post_mortem.account import Account
 from gradsync.report.post_mortem.first_event import first_event
+from gradsync.report.post_mortem.incident import Account
 from gradsync.report.summary import Summary, summarize
 from gradsync.trace.reader import read_run
 from netlab.lab import Lab, available

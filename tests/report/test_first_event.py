@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gradsync.report.post_mortem.account import ADVICE, Scene
 from gradsync.report.post_mortem.first_event import Account, first_event, quiet_end
+from gradsync.report.post_mortem.incident import ADVICE, Scene
 from gradsync.report.post_mortem.last_seen import last_seen
 from gradsync.trace.flight import Flight, FlightEntry, Moment
 from gradsync.trace.lines import ClockShift, Error, Health, RankEnd

@@ -43,7 +43,7 @@ class MeasuredLink(NamedTuple):
     bandwidth: float  # bytes per second
 
 
-class HostClock(NamedTuple):
+class HostClockOffset(NamedTuple):
     """How far a host's wall clock is ahead of rank 0's."""
 
     host: str
@@ -51,16 +51,16 @@ class HostClock(NamedTuple):
     error_s: float
 
 
-class Measured(NamedTuple):
+class MeasuredLinks(NamedTuple):
     """All of it."""
 
     across: bool = False  # between hosts
     wires: Sequence[MeasuredLink] = ()
     slow: Sequence[str] = ()  # a sentence for each
-    clocks: Sequence[HostClock] = ()
+    clocks: Sequence[HostClockOffset] = ()
 
 
-def measure_links(parent: dist.ProcessGroup, tick: Tick) -> Measured:
+def measure_links(parent: dist.ProcessGroup, tick: Tick) -> MeasuredLinks:
     """A second or so; `tick` is told each of the `STAGES`."""
     with gather_crew(parent, brief=True) as crew:
         tick("meet")
@@ -72,10 +72,10 @@ def measure_links(parent: dist.ProcessGroup, tick: Tick) -> Measured:
         clocks = _clocks(crew) if across else []
         tick("clocks")
         # Over loopback a slow pair is one whose turn on the processor came late: no link to blame.
-        return Measured(across, wires, slow_links(pairs, name_of) if across else [], clocks)
+        return MeasuredLinks(across, wires, slow_links(pairs, name_of) if across else [], clocks)
 
 
-def check_links(measured: Measured, facts: Sequence[Facts]) -> list[Finding]:
+def check_links(measured: MeasuredLinks, facts: Sequence[Facts]) -> list[Finding]:
     """The odd link out, and links far below what their cards could do."""
     if not measured.wires:
         return []
@@ -100,7 +100,7 @@ def check_links(measured: Measured, facts: Sequence[Facts]) -> list[Finding]:
     return [Finding(Grade.OK, f"links {where}", f"{told}, {latency}; the slowest {slowest.first} → {slowest.second}")]
 
 
-def check_clocks(measured: Measured) -> list[Finding]:
+def check_clocks(measured: MeasuredLinks) -> list[Finding]:
     """Wall clocks, by which people compare logs."""
     far = [each for each in measured.clocks if abs(each.offset_s) - each.error_s > _APART_S]
     if far:
@@ -136,7 +136,7 @@ def _best(links: Sequence[Link]) -> Link:
     return Link(latency_s, LOAD_NBYTES / max(load_s - 2 * latency_s, load_s / 10))
 
 
-def _clocks(crew: Crew) -> list[HostClock]:
+def _clocks(crew: Crew) -> list[HostClockOffset]:
     """Rank 0 asks the first rank of every other host for the time, again and again; the shortest way there and back is
     the surest, and half of it the error."""
     lane, firsts = crew.lane, [host[0] for host in crew.hosts[1:]]
@@ -153,7 +153,7 @@ def _clocks(crew: Crew) -> list[HostClock]:
     row = b"".join(_TIME.pack(number) for each in told for number in each)
     numbers = [number for (number,) in _TIME.iter_unpack(lane.exchange(row, "the comparison of clocks")[0])]
     return [
-        HostClock(crew.name_of_host(index + 1), numbers[2 * index], numbers[2 * index + 1])
+        HostClockOffset(crew.name_of_host(index + 1), numbers[2 * index], numbers[2 * index + 1])
         for index in range(len(firsts))
     ]
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from math import inf
 
 from gradsync.errors import listed
-from gradsync.report.post_mortem.account import Account, Scene, sentence, upper_first
 from gradsync.report.post_mortem.health import ailment_behind
+from gradsync.report.post_mortem.incident import Account, Scene, sentence, upper_first
 from gradsync.report.post_mortem.last_seen import Seen, describe_bucket, seen_at
 from gradsync.trace.lines import Error
 from gradsync.trace.reader import RunTrace

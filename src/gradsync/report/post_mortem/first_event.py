@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from gradsync.errors import listed
-from gradsync.report.post_mortem.account import Account, Scene, absent, upper_first
 from gradsync.report.post_mortem.failures import failure
 from gradsync.report.post_mortem.health import ailment
+from gradsync.report.post_mortem.incident import Account, Scene, absent, upper_first
 from gradsync.report.post_mortem.last_seen import Seen, last_seen, seconds_ago
 from gradsync.report.post_mortem.silence import abandoned, standstill
 from gradsync.trace.reader import RunTrace

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gradsync.errors import listed
-from gradsync.report.post_mortem.account import Account, Scene, sentence, upper_first
+from gradsync.report.post_mortem.incident import Account, Scene, sentence, upper_first
 from gradsync.trace.lines import Error, Health
 from gradsync.trace.reader import RunTrace
 

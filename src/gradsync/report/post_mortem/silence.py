@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from gradsync.errors import listed
-from gradsync.report.post_mortem.account import Account, Scene, upper_first
+from gradsync.report.post_mortem.incident import Account, Scene, upper_first
 from gradsync.report.post_mortem.last_seen import Seen, seconds_ago
 from gradsync.trace.reader import RunTrace
 from gradsync.units import show_seconds
