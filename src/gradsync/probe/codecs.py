@@ -21,7 +21,7 @@ from gradsync.compress.topk import topk
 from gradsync.exchange.flat import FlatBucket, Form, Item, lay_out
 from gradsync.exchange.pipeline import Journey
 from gradsync.exchange.sender import route_of
-from gradsync.probe.probe_group import Crew
+from gradsync.probe.probe_group import ProbeGroup as Crew
 from gradsync.trace.tally import CodecTally
 from gradsync.transport.pending import Pending, Promise
 
