@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 from gradsync.cli.demo.slow_link.shaped_link import INTERFACE, Shaper, inside, shape
 from gradsync.cli.main import main as command
 from gradsync.launch.spawn import RankPool
-from gradsync.report.live.feed import Feed, Reader
+from gradsync.report.live.feed import Feed, FeedReader
 from gradsync.report.post_mortem.first_event import first_event
 from gradsync.report.post_mortem.incident import Incident
 from gradsync.report.summary import Summary, summarize
 from gradsync.trace.reader import read_run
 from netlab.lab import Lab, available
+from signals.faulty_training import DEPTH, WIDTH, run_rank
 from signals.models import stack
-from signals.plays import DEPTH, WIDTH, play
 
 Truth = dict[str, Any]
 _LINK, _SLOW_LINK = "200mbit", "20mbit"
@@ -35,7 +35,7 @@ _LONG = 1000  # steps: nobody is blamed for a processor that was busy for a seco
 _COMPUTING = ("computation", "forward", "backward")
 
 
-class NotPlayed(RuntimeError):
+class NotRun(RuntimeError):
     """The ranks did not come as far as the fault; the message says what each did."""
 
 
@@ -95,13 +95,13 @@ def _train(pool: RankPool, name: str, ranks: int, truth: Truth, trace: Path) -> 
             for host, init in enumerate(lab.inits):
                 shaper = Shaper.of(_SLOW_LINK if host == truth["rank"] else _LINK)
                 inside(init, lambda kernel, shaper=shaper: shape(kernel, INTERFACE, shaper))
-            lab.spawn(play, 1, name, truth, str(trace), env={"OMP_NUM_THREADS": "1"}, timeout=120)
+            lab.spawn(run_rank, 1, name, truth, str(trace), env={"OMP_NUM_THREADS": "1"}, timeout=120)
         return
     with _crowded(truth) if name == "processor" else contextlib.nullcontext():
-        outcomes = pool.outcomes(play, name, truth, str(trace), ranks=ranks, timeout=120)
+        outcomes = pool.outcomes(run_rank, name, truth, str(trace), ranks=ranks, timeout=120)
     stopped = name in ("order", "kill")
     if any(outcome.ok is stopped for outcome in outcomes) or not trace.exists():
-        raise NotPlayed("\n".join(f"rank {rank}: {outcome.text}" for rank, outcome in enumerate(outcomes)))
+        raise NotRun("\n".join(f"rank {rank}: {outcome.text}" for rank, outcome in enumerate(outcomes)))
 
 
 @contextlib.contextmanager
@@ -122,7 +122,7 @@ def _read(trace: Path) -> Found:
     with contextlib.redirect_stdout(said):
         command(["doctor", str(trace)])
     page = html.unescape(re.sub("<[^>]+>", " ", asyncio.run(Feed(trace).page())))
-    live = Reader(trace).look().summary
+    live = FeedReader(trace).look().summary
     return Found(summarize(made), first_event(made), _one_line(said.getvalue()), live, _one_line(page))
 
 

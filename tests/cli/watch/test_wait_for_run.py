@@ -23,7 +23,7 @@ SMALL_NBYTES = 4096
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """In a great hurry."""
-    monkeypatch.setattr(request_limits, "HURRY_S", 0.2)
+    monkeypatch.setattr(request_limits, "CLIENT_TIMEOUT_S", 0.2)
     grow(tmp_path / "run", 20)
     with serving(tmp_path / "run") as server:
         yield server
@@ -121,7 +121,7 @@ def test_who_does_not_read_is_cut_off(server: Server) -> None:
 
 
 def test_a_crowd_that_says_nothing_keeps_nobody_out(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_limits, "HURRY_S", 2 * BOUND_S)
+    monkeypatch.setattr(request_limits, "CLIENT_TIMEOUT_S", 2 * BOUND_S)
     with ExitStack() as crowd:
         for said in (b"", HALF, WHOLE + HALF, b"POST /enter HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"):
             for _ in range(request_limits.MAX_UNFINISHED_REQUESTS + 8):
