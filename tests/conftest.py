@@ -17,7 +17,7 @@ import pytest
 from hypothesis import settings
 
 from gradsync.launch.spawn import RankPool
-from netlab.fixture import lab, nest  # noqa: F401  # for every folder
+from netlab.fixture import fork_server, lab  # noqa: F401  # for every folder
 
 Run = Callable[..., list[Any]]
 

@@ -77,7 +77,7 @@ def measure(rounds: int, launches: int) -> dict[str, Any]:
     """Every arm at every size; `rounds` samples of each in each of `launches` sets of processes."""
     with Lab(hosts=len(HOSTS), rate=RATE) as lab:
         ranks = [len(host) for host in HOSTS]
-        each = [joined(lab.spawn(play, ranks, rounds, timeout=120 + 12 * rounds)) for _ in range(launches)]
+        each = [joined(lab.spawn(run_rank, ranks, rounds, timeout=120 + 12 * rounds)) for _ in range(launches)]
     return {
         "machine": bench_harness.machine(),
         "commit": bench_harness.commit(HERE),
@@ -109,7 +109,7 @@ def _over(fold: Callable[[list[float]], float], columns: list[list[float]]) -> l
 # One rank
 
 
-def play(rounds: int) -> dict[str, Any]:
+def run_rank(rounds: int) -> dict[str, Any]:
     """A rank's seconds, processor seconds and its host's bytes per call, for every arm and size; and of the probes."""
     gs.init(timeout=60)
     groups = [dist.new_group(list(host)) for host in HOSTS]
@@ -127,7 +127,7 @@ def play(rounds: int) -> dict[str, Any]:
 def _arms_taking_turns(nbytes: int, rounds: int) -> dict[str, Any]:
     calls = _calls(nbytes)
     cpu: Samples = {name: [] for name in calls}
-    arms = {name: _arm(call, cpu[name]) for name, call in calls.items()}
+    arms = {name: _variant(call, cpu[name]) for name, call in calls.items()}
     for arm in arms.values():
         arm()  # connections and programs are made
     sent_by = {name: _bytes_sent(call) for name, call in calls.items()}
@@ -146,7 +146,7 @@ def _calls(nbytes: int) -> dict[str, Callable[[], object]]:
     return {"gloo": lambda: dist.all_reduce(plain), **ours, IN_PLACE: reduce(shared, gs.hierarchical())}
 
 
-def _arm(call: Callable[[], object], cpu: list[float]) -> Callable[[], float]:
+def _variant(call: Callable[[], object], cpu: list[float]) -> Callable[[], float]:
     def turn() -> float:
         dist.barrier()
         start, spent = time.perf_counter(), _cpu_s()
@@ -206,7 +206,7 @@ def _rounds(pairs: tuple[tuple[int, int], ...], numel: int, repeats: int) -> lis
     def go() -> None:
         lane.wait(lane.send(lambda: run(program, flat, channel, 0), "a probe", 0))
 
-    turn = _arm(go, [])
+    turn = _variant(go, [])
     return [turn() / repeats for _ in range(1 + _PROBES)][1:]
 
 
@@ -218,12 +218,12 @@ def _comparisons() -> list[float]:
         lane.exchange(bytes(CARD_NBYTES))
         lane.wait(lane.send(lambda: None, "a probe", 0))
 
-    turn = _arm(go, [])
+    turn = _variant(go, [])
     return [turn() for _ in range(1 + 2 * _PROBES)][1:]
 
 
 def _inside(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[float]:
-    turn = _arm(lambda: gs.all_reduce(tensor, op="sum", group=group), [])
+    turn = _variant(lambda: gs.all_reduce(tensor, op="sum", group=group), [])
     return [turn() for _ in range(1 + 2 * _PROBES)][1:]
 
 

@@ -47,9 +47,9 @@ def _train(name: str, rounds: int) -> dict[str, Any]:
     choice, _ = engine.best_ddp(setting, name, 3)
     attached: list[gs.GradSync] = []
     arms = {
-        "plain": engine.Arm(setting, name, "eager", engine._plain),
-        "ddp": engine.Arm(setting, name, "eager", engine._ddp(*choice)),
-        "gradsync": engine.Arm(setting, name, "eager", engine._gradsync(attached)),
+        "plain": engine.Variant(setting, name, "eager", engine._plain),
+        "ddp": engine.Variant(setting, name, "eager", engine._ddp(*choice)),
+        "gradsync": engine.Variant(setting, name, "eager", engine._gradsync(attached)),
     }
     for arm in arms.values():
         for _ in range(3):

@@ -20,7 +20,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-import arms  # noqa: E402
+import variants  # noqa: E402
 
 import bench_harness  # noqa: E402
 import report  # noqa: E402
@@ -30,7 +30,7 @@ HEAD_START_CYCLES = 2_000_000  # a millisecond
 WARM_UP = 2  # rounds; kernels are compiled in the first
 
 
-def seconds(act: arms.Act, device: str) -> float:
+def seconds(act: variants.Act, device: str) -> float:
     """One turn. The tensors are many times the caches: nothing of the last turn is in them."""
     if device == "cpu":
         start = time.perf_counter()
@@ -45,17 +45,17 @@ def seconds(act: arms.Act, device: str) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
-def turn(task: arms.Task, act: arms.Act, device: str) -> float:
+def turn(task: variants.Task, act: variants.Act, device: str) -> float:
     task.reset()
     return seconds(act, device)
 
 
 def measure(device: str, rounds: int, compiled: bool) -> dict[str, Any]:
     """Samples of every arm; those of one method take turns with a copy."""
-    buffers = arms.make_buffers(NUM_MATRICES[device], device)
+    buffers = variants.make_buffers(NUM_MATRICES[device], device)
     size = buffers.flat.numel()
     results: dict[str, Any] = {"num_elements": size, "methods": {}}
-    for task in arms.tasks(buffers, compiled):
+    for task in variants.tasks(buffers, compiled):
         acts = {**task.arms, "copy": lambda: buffers.out.copy_(buffers.flat)}
         turns = {name: partial(turn, task, act, device) for name, act in acts.items()}
         bench_harness.interleave(turns, WARM_UP)

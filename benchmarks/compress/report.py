@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from arms import RANKS
+from variants import RANKS
 
 import bench_harness
 

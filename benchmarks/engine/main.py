@@ -52,7 +52,7 @@ SETTINGS = {
 }
 
 
-class Arm:
+class Variant:
     """One way to train one replica."""
 
     def __init__(self, setting: Setting, name: str, mode: str, wrap: Callable[..., Any]) -> None:
@@ -108,7 +108,7 @@ def _ddp(bucket_mb: int, view: bool, static: bool) -> Callable[..., Any]:
 def best_ddp(setting: Setting, name: str, rounds: int) -> tuple[Choice, dict[str, float]]:
     """DDP's best of bucket size, bucket view and static graph, measured eagerly; agreed over ranks."""
     choices = list(itertools.product((1, 5, 25), (False, True), (False, True)))
-    arms = {str(c): Arm(setting, name, "eager", _ddp(*c)).turn for c in choices}
+    arms = {str(c): Variant(setting, name, "eager", _ddp(*c)).turn for c in choices}
     samples = bench_harness.interleave(arms, rounds + 1)
     medians = torch.tensor([median(samples[str(c)][1:]) for c in choices])
     dist.broadcast(medians, 0)
@@ -129,9 +129,9 @@ def measure(device: str, where: str, name: str, mode: str, rounds: int, tuned: d
         }
     attached: list[gs.GradSync] = []
     arms = {
-        "plain": Arm(setting, name, mode, _plain),
-        "ddp": Arm(setting, name, mode, _ddp(*tuned["ddp_setting"].values())),
-        "gradsync": Arm(setting, name, mode, _gradsync(attached)),
+        "plain": Variant(setting, name, mode, _plain),
+        "ddp": Variant(setting, name, mode, _ddp(*tuned["ddp_setting"].values())),
+        "gradsync": Variant(setting, name, mode, _gradsync(attached)),
     }
     for arm in arms.values():
         for _ in range(3):

@@ -71,7 +71,7 @@ class GPT(nn.Module):
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-class Arm:
+class Variant:
     """One replica, trained in one way."""
 
     def __init__(self, wrap: Wrap, batch: int) -> None:
@@ -123,7 +123,7 @@ def measure(rounds: int, batch: int) -> dict[str, Any]:
     }
     for name, recipe in {"exact": None, **COMPRESSORS}.items():
         wraps[f"gradsync, {name}"] = partial(_ours, recipe=recipe, syncs=syncs.setdefault(f"gradsync, {name}", []))
-    arms = {name: Arm(wrap, batch) for name, wrap in wraps.items()}
+    arms = {name: Variant(wrap, batch) for name, wrap in wraps.items()}
     for arm in arms.values():
         for _ in range(4):
             arm.turn()

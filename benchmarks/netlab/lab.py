@@ -9,7 +9,7 @@
 
 A host has its own network, processes, /dev/shm and name, and shares the file system and the processor. Inside a
 host loopback is as fast as ever; everything between hosts goes through the kernel's TCP and a token bucket (`wiring`).
-When the lab ends, or the process that made it ends in any way, everything in it is gone (`holder`).
+When the lab ends, or the process that made it ends in any way, everything in it is gone (`process`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from typing import Any
 from gradsync.cli.demo.slow_link.namespaces import missing_capabilities
 from gradsync.cli.demo.slow_link.shaped_link import NoLink
 from netlab import wiring
-from netlab.crew import GRACE_S, Echo, Ended, Member, Start, follow, launch
-from netlab.nest import Nest
-from netlab.places import Place, environment, places
+from netlab.fork_server import ForkServer
+from netlab.placement import RankPlace, environment, rank_places
+from netlab.rank_processes import GRACE_S, Echo, Ended, RankProcess, Start, follow, launch
 from netlab.traffic import Traffic, payload, sent
 from netlab.wiring import LabError, Shaper, address
 
@@ -62,7 +62,7 @@ class Lab:
         rate: Of every link, each way: "100mbit" or bits per second, headers included. None: as fast as it goes.
         burst: Bytes that leave at full speed after a pause; see `wiring.Shaper`.
         queue: Bytes that wait at a link before others are dropped.
-        nest: Where `spawn` gets its processes, so that they need not import torch; see `nest.Nest`.
+        nest: Where `spawn` gets its processes, so that they need not import torch; see `fork_server.ForkServer`.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Lab:
         rate: str | int | None = "1gbit",
         burst: int | None = None,
         queue: int | None = None,
-        nest: Nest | None = None,
+        fork_server: ForkServer | None = None,
     ) -> None:
         if type(hosts) is not int or not 2 <= hosts <= 64:
             raise ValueError(f"a lab has from 2 to 64 hosts, got {hosts!r}")
@@ -79,8 +79,8 @@ class Lab:
         self.shaper = None if rate is None else Shaper.of(rate, burst, queue)
         self.inits: list[int] = []
         """The first process of each host, by its pid out here."""
-        self._nest = nest
-        self._holders: list[subprocess.Popen[str]] = []
+        self._fork_server = fork_server
+        self._host_processes: list[subprocess.Popen[str]] = []
         self._runs = 0
 
     @property
@@ -89,8 +89,8 @@ class Lab:
 
     def __enter__(self) -> Lab:
         try:
-            self.inits = [self._hold(f"host{host}") for host in range(self.hosts)]
-            switch = self._hold("switch") if self.hosts > 2 else None
+            self.inits = [self._start_host(f"host{host}") for host in range(self.hosts)]
+            switch = self._start_host("switch") if self.hosts > 2 else None
             wiring.connect(self.inits, switch, self.shaper)
         except BaseException:
             self.close()
@@ -102,14 +102,14 @@ class Lab:
 
     def close(self) -> None:
         """End every process of every host, and wait until they are gone."""
-        holders, self._holders, self.inits = self._holders, [], []
-        for holder in holders:
-            assert holder.stdin is not None
-            holder.stdin.close()
-        for holder in holders:
-            holder.wait()
-            assert holder.stdout is not None
-            holder.stdout.close()
+        holders, self._host_processes, self.inits = self._host_processes, [], []
+        for process in holders:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in holders:
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
 
     def run(
         self,
@@ -131,7 +131,7 @@ class Lab:
         def prepare(rank: int, init: int, full: dict[str, str]) -> Start:
             return launch([*_PYTHON, _ENTER, str(init), *command], full, [])
 
-        return self._run(prepare, places(self.hosts, ranks_per_host), env, timeout, check, echo)
+        return self._run(prepare, rank_places(self.hosts, ranks_per_host), env, timeout, check, echo)
 
     def spawn(
         self,
@@ -149,18 +149,21 @@ class Lab:
         if module == "__main__" or "." in name or "<" in name:
             raise ValueError(f"ranks import {module}.{name} by name: define it at the top of a module")
         job = json.dumps({"path": sys.path, "module": module, "function": name, "arguments": args})
-        seats = places(self.hosts, ranks_per_host)
-        values = [os.memfd_create(f"rank{rank}") for rank in range(len(seats))]
+        places = rank_places(self.hosts, ranks_per_host)
+        values = [os.memfd_create(f"rank{rank}") for rank in range(len(places))]
 
         def prepare(rank: int, init: int, full: dict[str, str]) -> Start:
             value = values[rank]
-            if (nest := self._nest) is not None:
-                return lambda out: ((pid := nest.start(init, job, full, out, value)), lambda: nest.reap(pid))
+            if (fork_server := self._fork_server) is not None:
+                return lambda out: (
+                    (pid := fork_server.start(init, job, full, out, value)),
+                    lambda: fork_server.reap(pid),
+                )
             command = [sys.executable, str(_HERE / "call.py"), str(value), job]
             return launch([*_PYTHON, _ENTER, str(init), *command], full, [value])
 
         try:
-            self._run(prepare, seats, env, timeout, check=True, echo=None)
+            self._run(prepare, places, env, timeout, check=True, echo=None)
             return [json.loads(os.pread(fd, os.fstat(fd).st_size, 0)) for fd in values]
         finally:
             for fd in values:
@@ -174,28 +177,28 @@ class Lab:
         """How often each host's shaper made a packet wait; 0 where nothing was slowed down."""
         return [wiring.times_held(init) for init in self.inits]
 
-    def _hold(self, name: str) -> int:
-        command = [*_PYTHON, str(_HERE / "holder.py"), name, str(os.getpid())]
-        holder = subprocess.Popen(
+    def _start_host(self, name: str) -> int:
+        command = [*_PYTHON, str(_HERE / "host_process.py"), name, str(os.getpid())]
+        process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
-        self._holders.append(holder)
-        assert holder.stdin is not None
-        assert holder.stdout is not None
+        self._host_processes.append(process)
+        assert process.stdin is not None
+        assert process.stdout is not None
         # The second form is what a socket of IPv6 that speaks IPv4, such as torch's store, looks up.
         neighbours = [f"{address(host)} host{host}\n::ffff:{address(host)} host{host}\n" for host in range(self.hosts)]
-        holder.stdin.write("".join(["127.0.0.1 localhost\n", *neighbours, "\n"]))
-        holder.stdin.flush()
-        answer = holder.stdout.readline()
+        process.stdin.write("".join(["127.0.0.1 localhost\n", *neighbours, "\n"]))
+        process.stdin.flush()
+        answer = process.stdout.readline()
         if not answer:
-            refused = holder.wait(GRACE_S) == _REFUSED
+            refused = process.wait(GRACE_S) == _REFUSED
             raise (NoHost if refused else LabError)(f"{name} could not be made; its error is above")
         return int(answer)
 
     def _run(
         self,
         prepare: Callable[[int, int, dict[str, str]], Start],
-        seats: list[Place],
+        places: list[RankPlace],
         env: dict[str, str] | None,
         timeout: float,
         check: bool,
@@ -204,11 +207,11 @@ class Lab:
         if not self.inits:
             raise ValueError("the lab is not open: use it in a `with` statement")
         self._runs += 1
-        members: list[Member] = []
+        members: list[RankProcess] = []
         try:
-            for place in seats:
-                full = environment(place, len(seats), self.hosts, self._runs, env or {})
-                members.append(Member(place.rank, place.host, prepare(place.rank, self.inits[place.host], full)))
+            for place in places:
+                full = environment(place, len(places), self.hosts, self._runs, env or {})
+                members.append(RankProcess(place.rank, place.host, prepare(place.rank, self.inits[place.host], full)))
             late = follow(members, timeout, GRACE_S if check else timeout, echo)
             ended = [member.result() for member in members]
         finally:

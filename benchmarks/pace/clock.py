@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from pace.arms import ARMS, LINK, NUM_RANKS, PEER, SHAPE
+from pace.variants import LINK, NUM_RANKS, PEER, SHAPE, VARIANTS
 from slow_link.store import Results
 from slow_link.target import Curve, Run, mean_curve, reached_at, runs_by_task
 
@@ -32,7 +32,7 @@ def timed_of(results: Results, rate: str = LINK) -> Timed:
     """What steps cost at that rate, by arm; nothing if it was not measured."""
     facts = results.get("steps", {}).get(rate, {})
     found: Timed = facts.get("arms", {})
-    return found | {name: found[arm.like] for name, arm in ARMS.items() if arm.like in found}
+    return found | {name: found[arm.like] for name, arm in VARIANTS.items() if arm.like in found}
 
 
 def step_s(timed: Timed, arm: str) -> float | None:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from gradsync.launch.spawn import RankPool
-from pace.arms import ARMS, NUM_RANKS, SHAPE
+from pace.variants import NUM_RANKS, SHAPE, VARIANTS
 from slow_link import data
 from slow_link.loss import LAST, Task
 from slow_link.model import build, digest, evaluate, optimizer_of
@@ -31,7 +31,7 @@ _TIMEOUT_S = 3600.0
 
 def learn(pool: RankPool, arm: str, seed: int, steps: int) -> dict[str, Any]:
     """One cell: the curves, and what they end in."""
-    by_rank = pool.run(play, arm, seed, steps, timeout=_TIMEOUT_S)
+    by_rank = pool.run(run_rank, arm, seed, steps, timeout=_TIMEOUT_S)
     train = [mean(same) for same in zip(*(rank["train"] for rank in by_rank), strict=True)]
     held_out = [mean(same) for same in zip(*(rank["held_out"] for rank in by_rank), strict=True)]
     looks = list(task_of(arm, steps).looks())
@@ -49,15 +49,15 @@ def learn(pool: RankPool, arm: str, seed: int, steps: int) -> dict[str, Any]:
 
 def task_of(arm: str, steps: int) -> Task:
     """The same for all arms, but for those that take more steps."""
-    return Task(steps=round(steps * ARMS[arm].stretch))
+    return Task(steps=round(steps * VARIANTS[arm].stretch))
 
 
-def play(arm: str, seed: int, steps: int) -> dict[str, Any]:
+def run_rank(arm: str, seed: int, steps: int) -> dict[str, Any]:
     """One rank's curves."""
     torch.set_num_threads(1)
     rank, task = dist.get_rank(), task_of(arm, steps)
     model, twin = build(SHAPE, seed), build(SHAPE, seed)
-    replica = ARMS[arm].make(model, optimizer_of(model))
+    replica = VARIANTS[arm].make(model, optimizer_of(model))
     unseen = data.held_out(SHAPE, rank, NUM_RANKS)
     looks = set(task.looks())
     train: list[float] = []

@@ -24,7 +24,7 @@ import bench_harness  # noqa: E402
 from gradsync.launch.spawn import RankFailed, RankPool  # noqa: E402
 from netlab.lab import LabError  # noqa: E402
 from pace import panels, report, stragglers  # noqa: E402
-from pace.arms import ARMS, NUM_RANKS  # noqa: E402
+from pace.variants import NUM_RANKS, VARIANTS  # noqa: E402
 from slow_link import store  # noqa: E402
 
 RATES = ("100mbit", "1gbit")
@@ -35,7 +35,7 @@ def learn(options: argparse.Namespace) -> None:
     """Part 1: cell by cell, seeds first, so that every arm has one before any has two."""
     from pace.learn import learn as one  # late: a rank that imports this file needs none of it
 
-    arms = [name for name in ARMS if (name in options.arms if options.arms else ARMS[name].learns)]
+    arms = [name for name in VARIANTS if (name in options.arms if options.arms else VARIANTS[name].learns)]
     with RankPool(NUM_RANKS, threads=1) as pool:
         cells: Cells = {
             f"{options.steps} steps | {arm} | seed {seed}": partial(one, pool, arm, seed, options.steps)
@@ -49,13 +49,13 @@ def steps(options: argparse.Namespace) -> None:
     """Part 2: a rate after the other, all arms in turn."""
     from pace.steps import measure
 
-    arms = [name for name in ARMS if ARMS[name].like is None and (not options.arms or name in options.arms)]
+    arms = [name for name in VARIANTS if VARIANTS[name].like is None and (not options.arms or name in options.arms)]
     _fill(options, "steps", {rate: partial(measure, rate, arms, options.rounds) for rate in options.rate})
 
 
 def straggle(options: argparse.Namespace) -> None:
     """Part 3: cell by cell."""
-    arms = [name for name in stragglers.ARMS if not options.arms or name in options.arms]
+    arms = [name for name in stragglers.VARIANTS if not options.arms or name in options.arms]
     with RankPool(stragglers.NUM_RANKS, threads=1) as pool:
         cells: Cells = {
             f"{scene} | {arm} | seed {seed}": partial(stragglers.run, pool, scene, arm, seed, options.steps)
@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     waited = parts.add_parser("stragglers", parents=[common, seeds], help="who waits for a slow rank")
     waited.add_argument("--steps", type=int, default=80)
     waited.set_defaults(run=straggle)
-    for part, names in ((learned, ARMS), (timed, ARMS), (waited, stragglers.ARMS)):
+    for part, names in ((learned, VARIANTS), (timed, VARIANTS), (waited, stragglers.VARIANTS)):
         part.add_argument("--arms", nargs="+", choices=tuple(names), metavar="ARM", help="; ".join(names))
     shown = parts.add_parser("table", parents=[common], help="tables of the README, and the picture")
     shown.add_argument("--readme", type=Path, default=HERE / "README.md")

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 
 from gradsync import svg
 from pace import clock
-from pace.arms import ARMS, LINK
-from slow_link.arm_colors import page
+from pace.variants import LINK, VARIANTS
 from slow_link.store import Results
 from slow_link.target import Curve, Run, mean_curve
+from slow_link.variant_colors import page
 
 # All in px.
 _LEFT, _PANEL, _GAP, _TOP, _HEIGHT, _FOOT, _KEY = 56, 330, 52, 66, 360, 50, 230
@@ -25,7 +25,7 @@ def picture(results: Results) -> str:
     """The whole SVG: the task of most steps."""
     task, arms = next(reversed(clock.tasks_of(results).items()), ("nothing learned yet", {}))
     timed = clock.timed_of(results)
-    by_arm = _low({arm: mean_curve(runs) for arm, runs in arms.items() if arm in ARMS})
+    by_arm = _low({arm: mean_curve(runs) for arm, runs in arms.items() if arm in VARIANTS})
     panels = [
         ("sequences read, by both ranks", dict.fromkeys(by_arm, float(clock.SAMPLES_PER_STEP)), _count),
         (f"time at {LINK}", {arm: clock.step_s(timed, arm) or 0.0 for arm in by_arm}, _time),
@@ -33,7 +33,7 @@ def picture(results: Results) -> str:
     ]
     width = _LEFT + len(panels) * (_PANEL + _GAP) + _KEY
     drawn = (part for i, panel in enumerate(panels) for part in _panel(i, *panel, by_arm))
-    key = _key([name for name in ARMS if name in by_arm], width - _KEY)
+    key = _key([name for name in VARIANTS if name in by_arm], width - _KEY)
     title = f"loss on held-out text: {task}, mean of {_num_seeds(arms)} seeds"
     height = _TOP + max(_HEIGHT, _LINE * len(by_arm)) + _FOOT
     return page(width, height, title, [*drawn, *key])
@@ -86,9 +86,9 @@ def _ticks(begin: float, end: float) -> list[float]:
 
 def _look(arm: str) -> tuple[str, str]:
     """Class and dashes. An arm that takes more steps has the color of the one it is like; dashes tell apart, too."""
-    like = ARMS[arm].like
-    dashes = _DASHES["longer" if like else "often" if 1 < ARMS[arm].window < _RARE else "else"]
-    return f"series s{list(ARMS).index(like or arm)}", dashes
+    like = VARIANTS[arm].like
+    dashes = _DASHES["longer" if like else "often" if 1 < VARIANTS[arm].window < _RARE else "else"]
+    return f"series s{list(VARIANTS).index(like or arm)}", dashes
 
 
 def _key(arms: list[str], x: float) -> Iterator[str]:

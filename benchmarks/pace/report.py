@@ -8,8 +8,8 @@ from typing import Any
 
 import bench_harness
 from pace import clock, slow_ranks
-from pace.arms import ARMS, BASE, EXACT, LINK, PEER
 from pace.clock import Timed
+from pace.variants import BASE, EXACT, LINK, PEER, VARIANTS
 from slow_link.report import _filled as filled
 from slow_link.store import Results
 from slow_link.target import Curve, Run
@@ -57,7 +57,7 @@ def paces_table(arms: dict[str, list[Run]], timed: Timed) -> str:
         "MB per step",
         f"steps/s at {LINK}",
     ]
-    rows = [[name, *_row(name, arms, timed, whole, final)] for name in ARMS if name in arms]
+    rows = [[name, *_row(name, arms, timed, whole, final)] for name in VARIANTS if name in arms]
     return bench_harness.table(header, rows)
 
 
@@ -77,7 +77,7 @@ def _row(name: str, arms: dict[str, list[Run]], timed: Timed, whole: float | Non
 
 def _at_equal_samples(run: Run, name: str) -> float:
     """Of a stretched run, in the midst of it."""
-    return clock.loss_at(run.held_out, run.held_out[-1][0] / ARMS[name].stretch) or run.final_held_out
+    return clock.loss_at(run.held_out, run.held_out[-1][0] / VARIANTS[name].stretch) or run.final_held_out
 
 
 def _losses(losses: list[float]) -> str:

@@ -7,7 +7,7 @@ from statistics import mean
 from typing import Any
 
 import bench_harness
-from pace.stragglers import ARMS, NUM_RANKS, SCENES, SYNCHRONOUS
+from pace.stragglers import NUM_RANKS, SCENES, SYNCHRONOUS, VARIANTS
 from slow_link.target import reached_at
 
 Cell = dict[str, Any]
@@ -38,7 +38,7 @@ def _table(arms: Cells) -> str:
         f"seconds to {target:.3f}" if target else "seconds to target",
         "staleness, mean (most)",
     ]
-    return bench_harness.table(header, [[name, *_row(arms[name], sync, target)] for name in ARMS if name in arms])
+    return bench_harness.table(header, [[name, *_row(arms[name], sync, target)] for name in VARIANTS if name in arms])
 
 
 def _row(cells: list[Cell], sync: list[Cell], target: float | None) -> list[str]:

@@ -31,7 +31,7 @@ import gradsync as gs
 from gradsync.cli.local_ranks import advance, rank_folder
 from netlab.lab import Lab
 from netlab.traffic import payload, sent
-from pace.arms import ARMS, BASE, NUM_RANKS, SHAPE
+from pace.variants import BASE, NUM_RANKS, SHAPE, VARIANTS
 from slow_link import data
 from slow_link.model import build, optimizer_of
 from slow_link.replica import Replica
@@ -54,7 +54,7 @@ def measure(rate: str, arms: list[str], rounds: int) -> dict[str, Any]:
     load = os.getloadavg()[0]  # of others, unless we ran a minute ago
     following = rank_folder((_WARM_UP + rounds) * len(arms), f"{len(arms)} arms at {rate}, turn")
     with Lab(hosts=NUM_RANKS, rate=None if rate == "none" else rate) as lab, following as folder:
-        by_rank = lab.spawn(play, 1, arms, rounds, folder, timeout=_TIMEOUT_S)
+        by_rank = lab.spawn(run_rank, 1, arms, rounds, folder, timeout=_TIMEOUT_S)
     for arm, why in by_rank[0]["missing"].items():
         print(f"{arm}: not made, {why}", file=sys.stderr, flush=True)
     return {
@@ -77,7 +77,7 @@ def _joined(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 # One rank
 
 
-def play(arms: list[str], rounds: int, folder: str) -> dict[str, Any]:
+def run_rank(arms: list[str], rounds: int, folder: str) -> dict[str, Any]:
     """This rank's seconds and bytes per step, by arm; and the arms that could not be made."""
     torch.set_num_threads(1)
     gs.init(timeout=300)
@@ -86,11 +86,11 @@ def play(arms: list[str], rounds: int, folder: str) -> dict[str, Any]:
     for name in arms:
         model = build(SHAPE, seed=0)
         try:
-            replicas[name] = ARMS[name].make(model, optimizer_of(model))
+            replicas[name] = VARIANTS[name].make(model, optimizer_of(model))
         except Exception as error:  # a pace that is not there: all ranks find the same
             missing[name] = f"{type(error).__name__}: {error}"
     turns: dict[str, list[Turn]] = {name: [] for name in replicas}
-    calls = {name: _turns(replica, ARMS[name].turn, turns[name], folder) for name, replica in replicas.items()}
+    calls = {name: _turns(replica, VARIANTS[name].turn, turns[name], folder) for name, replica in replicas.items()}
     bench_harness.interleave(calls, _WARM_UP + rounds)
     kept = {name: taken[_WARM_UP:] for name, taken in turns.items()}
     chatter = _chatter(kept)
@@ -98,7 +98,7 @@ def play(arms: list[str], rounds: int, folder: str) -> dict[str, Any]:
         replica.close()
     dist.barrier()
     dist.destroy_process_group()
-    found = {name: _summary(taken, ARMS[name].turn, chatter) for name, taken in kept.items()}
+    found = {name: _summary(taken, VARIANTS[name].turn, chatter) for name, taken in kept.items()}
     return {"arms": found, "missing": missing, "chatter": chatter}
 
 
@@ -145,5 +145,5 @@ def _silent_since() -> float:
 
 def _chatter(turns: dict[str, list[Turn]]) -> float:
     """Bytes per second that go while no arm sends: beats, and the barriers' few."""
-    silent, num_steps = turns.get(BASE, []), ARMS[BASE].turn
+    silent, num_steps = turns.get(BASE, []), VARIANTS[BASE].turn
     return median(turn.nbytes * num_steps / turn.between_s for turn in silent) if silent else 0.0

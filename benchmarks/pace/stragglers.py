@@ -26,7 +26,7 @@ import gradsync as gs
 from gradsync.cli.demo.story.demo_model import DemoShape, loss_of
 from gradsync.launch.spawn import RankPool
 from gradsync.plan.paces import Pace
-from pace.arms import finish
+from pace.variants import finish
 from slow_link import data
 from slow_link.model import OPTIMIZERS, build, evaluate
 
@@ -40,18 +40,18 @@ _TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
-class Arm:
+class Variant:
     """A pace; `needed(t)`: how many steps all ranks must have taken before any begins the next after its t-th."""
 
     pace: Pace
     needed: Callable[[int], int]
 
 
-ARMS: dict[str, Arm] = {
-    SYNCHRONOUS: Arm(gs.every_step(), lambda t: t),
-    "async_sgd(4)": Arm(gs.async_sgd(4), lambda t: t - 4),
-    "async_sgd(None)": Arm(gs.async_sgd(None), lambda t: 0),
-    "local_sgd(8)": Arm(gs.local_sgd(8), lambda t: t // 8 * 8),
+VARIANTS: dict[str, Variant] = {
+    SYNCHRONOUS: Variant(gs.every_step(), lambda t: t),
+    "async_sgd(4)": Variant(gs.async_sgd(4), lambda t: t - 4),
+    "async_sgd(None)": Variant(gs.async_sgd(None), lambda t: 0),
+    "local_sgd(8)": Variant(gs.local_sgd(8), lambda t: t // 8 * 8),
 }
 SCENES: dict[str, Callable[[random.Random], int]] = {
     "at random": lambda rng: rng.randrange(NUM_RANKS),
@@ -77,7 +77,7 @@ def sleeps_alone(arm: str, slow: list[int]) -> float:
     """
     ends = [[0.0] * NUM_RANKS]  # after so many steps, by rank
     for step, late in enumerate(slow):
-        ready = max(ends[max(0, ARMS[arm].needed(step))])
+        ready = max(ends[max(0, VARIANTS[arm].needed(step))])
         times = (SLOW_S if rank == late else COMPUTE_S for rank in range(NUM_RANKS))
         ends.append([max(ready, end) + took for end, took in zip(ends[-1], times, strict=True)])
     return max(ends[-1])
@@ -85,7 +85,7 @@ def sleeps_alone(arm: str, slow: list[int]) -> float:
 
 def run(pool: RankPool, scene: str, arm: str, seed: int, steps: int) -> dict[str, Any]:
     """One cell: how long it took, how far all were when the first rank was done, and rank 0's loss by the clock."""
-    by_rank = pool.run(play, scene, arm, seed, steps, timeout=_TIMEOUT_S)
+    by_rank = pool.run(run_rank, scene, arm, seed, steps, timeout=_TIMEOUT_S)
     begin = min(rank["begin"] for rank in by_rank)
     first = min(rank["ends"][-1] for rank in by_rank)
     return {
@@ -101,13 +101,13 @@ def run(pool: RankPool, scene: str, arm: str, seed: int, steps: int) -> dict[str
     }
 
 
-def play(scene: str, arm: str, seed: int, steps: int) -> dict[str, Any]:
+def run_rank(scene: str, arm: str, seed: int, steps: int) -> dict[str, Any]:
     """One rank. Times are of the clock that all processes of a machine share."""
     torch.set_num_threads(1)
     rank, slow = dist.get_rank(), slow_ranks(scene, seed, steps)
     model = build(SHAPE, seed)
     optimizer = OPTIMIZERS["sgd"](model.parameters(), lr=LEARNING_RATE)
-    sync = gs.attach(model, optimizer, gs.Plan(pace=ARMS[arm].pace))
+    sync = gs.attach(model, optimizer, gs.Plan(pace=VARIANTS[arm].pace))
     batches = [data.batch(SHAPE, seed, step, rank) for step in range(steps)]
     copies: list[tuple[float, torch.Tensor]] = []
     ends: list[float] = []

@@ -23,14 +23,14 @@ import gradsync as gs
 from gradsync.autotune.profiling import profile
 from gradsync.cli.local_ranks import advance
 from gradsync.probe.measure import measure
-from planner.arms import ARMS, Arm, plan_of
 from planner.models import MODELS, Training
+from planner.variants import VARIANTS, Variant, plan_of
 
 _FEW_ROUNDS = 2  # of the arms that are reported apart
 _PROFILE_STEPS = 5
 
 
-def play(link: str, rounds: int, folder: str) -> dict[str, Any]:
+def run_rank(link: str, rounds: int, folder: str) -> dict[str, Any]:
     """This rank's measurements; every rank of the link calls it."""
     torch.set_num_threads(1)
     gs.init(timeout=300)
@@ -45,12 +45,12 @@ def play(link: str, rounds: int, folder: str) -> dict[str, Any]:
     }
     for name, make in MODELS.items():
         training, profiles = make(rank), list[str]()
-        samples: dict[str, list[float]] = {arm.name: [] for arm in ARMS}
+        samples: dict[str, list[float]] = {arm.name: [] for arm in VARIANTS}
         for number in range(rounds):
             if number < _PROFILE_STEPS:
                 dist.barrier()
                 profiles.append(_text(profile(training.model, training.step, training.optimizer, steps=1).save))
-            for arm in ARMS[number % len(ARMS) :] + ARMS[: number % len(ARMS)]:
+            for arm in VARIANTS[number % len(VARIANTS) :] + VARIANTS[: number % len(VARIANTS)]:
                 if number < _FEW_ROUNDS or not arm.apart:
                     samples[arm.name].append(round(_turn(training, arm, link), 6))
             if rank == 0:
@@ -60,7 +60,7 @@ def play(link: str, rounds: int, folder: str) -> dict[str, Any]:
     return found
 
 
-def _turn(training: Training, arm: Arm, link: str) -> float:
+def _turn(training: Training, arm: Variant, link: str) -> float:
     """Attach, warm up, a window of steps, and off again: as in a run that has this plan only."""
     plan = plan_of(arm, link)
     sync = None if plan is None else gs.attach(training.model, training.optimizer, plan)

@@ -21,9 +21,9 @@ import bench_harness  # noqa: E402
 import gradsync as gs  # noqa: E402
 from gradsync.cli.local_ranks import rank_folder  # noqa: E402
 from planner import report  # noqa: E402
-from planner.arms import LINKS, RATES  # noqa: E402
-from planner.cells import play  # noqa: E402
+from planner.cells import run_rank  # noqa: E402
 from planner.models import MODELS  # noqa: E402
+from planner.variants import LINKS, RATES  # noqa: E402
 from slow_link import store  # noqa: E402
 
 _HOUR_S = 3600.0
@@ -50,11 +50,11 @@ def measure(options: argparse.Namespace) -> None:
 def _play(link: str, ranks: int, rounds: int) -> list[dict[str, Any]]:
     with rank_folder(len(MODELS) * rounds, f"{ranks} ranks, {link}") as folder:
         if link not in RATES:
-            return gs.spawn(play, ranks, link, rounds, folder, timeout=_HOUR_S)
+            return gs.spawn(run_rank, ranks, link, rounds, folder, timeout=_HOUR_S)
         from netlab.lab import Lab  # late: only this needs namespaces
 
         with Lab(hosts=ranks, rate=link) as lab:
-            return lab.spawn(play, 1, link, rounds, folder, timeout=_HOUR_S)
+            return lab.spawn(run_rank, 1, link, rounds, folder, timeout=_HOUR_S)
 
 
 def _joined(by_rank: list[dict[str, Any]]) -> dict[str, Any]:

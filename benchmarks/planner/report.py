@@ -16,7 +16,7 @@ from gradsync.planner.predict import predict
 from gradsync.planner.prediction import Prediction
 from gradsync.planner.profile import ModelProfile
 from gradsync.planner.recommend import recommend
-from planner.arms import ARMS, CONTROL, plan_of
+from planner.variants import CONTROL, VARIANTS, plan_of
 
 _NORMAL = 1.4826  # standard deviations in a median absolute deviation
 _BEGIN, _END = "<!-- measured -->", "<!-- end -->"
@@ -60,7 +60,7 @@ def cells(results: dict[str, Any]) -> Iterator[Cell]:
         cluster = _load(Cluster, facts["cluster"])
         for model, found in facts["models"].items():
             profile = _profile(found)
-            for arm in ARMS:
+            for arm in VARIANTS:
                 if (plan := plan_of(arm, link)) is not None:
                     measured_s = median(found["samples_s"][arm.name])
                     yield Cell(link, ranks, model, arm.name, predict(profile, cluster, plan), measured_s, arm.apart)
@@ -72,7 +72,7 @@ def choices(results: dict[str, Any]) -> Iterator[Choice]:
         link, ranks = _split(name)
         cluster = _load(Cluster, facts["cluster"])
         for model, found in facts["models"].items():
-            plans = {plan: arm.name for arm in ARMS if not arm.apart and (plan := plan_of(arm, link)) is not None}
+            plans = {plan: arm.name for arm in VARIANTS if not arm.apart and (plan := plan_of(arm, link)) is not None}
             ranked = recommend(_profile(found), cluster, plans=list(plans))
             chosen = next(plans[each.plan] for each in ranked if each.plan in plans)
             measured = {arm: median(found["samples_s"][arm]) for arm in plans.values()}

@@ -56,7 +56,7 @@ def _opened(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, folde
     return model, gs.attach(model, optimizer, guard=_GUARDS.get(name, _OFF), trace=trace).detach
 
 
-class Arm:
+class Variant:
     """One way to train one replica."""
 
     def __init__(self, name: str, workload: str, samples: int, folder: str) -> None:
@@ -88,7 +88,7 @@ def calibrate(workload: str) -> int:
 
 
 def _bare_step(workload: str, samples: int) -> float:
-    arm = Arm(BARE, workload, samples, "")
+    arm = Variant(BARE, workload, samples, "")
     taken = [arm.turn() for _ in range(12)]
     arm.close()
     return median(taken[2:])
@@ -96,7 +96,7 @@ def _bare_step(workload: str, samples: int) -> float:
 
 def measure(workload: str, samples: int, rounds: int, folder: str) -> dict[str, list[float]]:
     """One launch, on every rank."""
-    arms = {name: Arm(name, workload, samples, folder) for name in (BARE, TRACED, WATCHED, ALL, DDP, OBSERVED)}
+    arms = {name: Variant(name, workload, samples, folder) for name in (BARE, TRACED, WATCHED, ALL, DDP, OBSERVED)}
     for _ in range(_WARM_UP_TURNS):
         for arm in arms.values():
             arm.turn()

@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 from gradsync.cli.demo.slow_link.shaped_link import INTERFACE, Shaper, inside, shape
 from gradsync.cli.main import main as command
 from gradsync.launch.spawn import RankPool
-from gradsync.report.live.feed import Feed, Reader
-from gradsync.report.post_mortem.account import Account
+from gradsync.report.live.feed import Feed, FeedReader
 from gradsync.report.post_mortem.first_event import first_event
+from gradsync.report.post_mortem.incident import Incident
 from gradsync.report.summary import Summary, summarize
 from gradsync.trace.reader import read_run
 from netlab.lab import Lab, available
+from signals.faulty_training import DEPTH, WIDTH, run_rank
 from signals.models import stack
-from signals.plays import DEPTH, WIDTH, play
 
 Truth = dict[str, Any]
 _LINK, _SLOW_LINK = "200mbit", "20mbit"
@@ -35,7 +35,7 @@ _LONG = 1000  # steps: nobody is blamed for a processor that was busy for a seco
 _COMPUTING = ("computation", "forward", "backward")
 
 
-class NotPlayed(RuntimeError):
+class NotRun(RuntimeError):
     """The ranks did not come as far as the fault; the message says what each did."""
 
 
@@ -43,7 +43,7 @@ class Found(NamedTuple):
     """What the trace was made to say."""
 
     summary: Summary
-    account: Account | None
+    incident: Incident | None
     doctor: str  # all that the command prints, on one line
     live: Summary  # as `gradsync watch` judges the run
     page: str  # the words on its page, on one line
@@ -73,7 +73,7 @@ def run(pool: RankPool, name: str, seed: int) -> dict[str, Any]:
         "verdict": found.summary.verdict,
         "accused": accused + [each.text for each in found.summary.links],
         "health": sorted({f"{each.what}: {each.parameter}, ranks {each.ranks}" for each in found.summary.health})[:5],
-        "first": None if found.account is None else found.account.text[:400],
+        "first": None if found.incident is None else found.incident.text[:400],
         "report_names_it": fault.reported(found, truth),
         "watch_names_it": fault.reported(found._replace(summary=found.live), truth) and _all_on_the_page(found),
         "doctor_names_it": fault.diagnosed(found, truth),
@@ -95,13 +95,13 @@ def _train(pool: RankPool, name: str, ranks: int, truth: Truth, trace: Path) -> 
             for host, init in enumerate(lab.inits):
                 shaper = Shaper.of(_SLOW_LINK if host == truth["rank"] else _LINK)
                 inside(init, lambda kernel, shaper=shaper: shape(kernel, INTERFACE, shaper))
-            lab.spawn(play, 1, name, truth, str(trace), env={"OMP_NUM_THREADS": "1"}, timeout=120)
+            lab.spawn(run_rank, 1, name, truth, str(trace), env={"OMP_NUM_THREADS": "1"}, timeout=120)
         return
     with _crowded(truth) if name == "processor" else contextlib.nullcontext():
-        outcomes = pool.outcomes(play, name, truth, str(trace), ranks=ranks, timeout=120)
+        outcomes = pool.outcomes(run_rank, name, truth, str(trace), ranks=ranks, timeout=120)
     stopped = name in ("order", "kill")
     if any(outcome.ok is stopped for outcome in outcomes) or not trace.exists():
-        raise NotPlayed("\n".join(f"rank {rank}: {outcome.text}" for rank, outcome in enumerate(outcomes)))
+        raise NotRun("\n".join(f"rank {rank}: {outcome.text}" for rank, outcome in enumerate(outcomes)))
 
 
 @contextlib.contextmanager
@@ -122,7 +122,7 @@ def _read(trace: Path) -> Found:
     with contextlib.redirect_stdout(said):
         command(["doctor", str(trace)])
     page = html.unescape(re.sub("<[^>]+>", " ", asyncio.run(Feed(trace).page())))
-    live = Reader(trace).look().summary
+    live = FeedReader(trace).look().summary
     return Found(summarize(made), first_event(made), _one_line(said.getvalue()), live, _one_line(page))
 
 
@@ -181,7 +181,7 @@ def _unhealthy(what: tuple[str, ...]) -> Callable[[Found, Truth], bool]:
 
 def _first_is(*kinds: str) -> Callable[[Found, Truth], bool]:
     def named(found: Found, truth: Truth) -> bool:
-        first = found.account
+        first = found.incident
         return first is not None and first.kind in kinds and first.ranks == [truth["rank"]]
 
     return named
@@ -189,7 +189,7 @@ def _first_is(*kinds: str) -> Callable[[Found, Truth], bool]:
 
 def _first_with_parameter(kind: str) -> Callable[[Found, Truth], bool]:
     def named(found: Found, truth: Truth) -> bool:
-        first = found.account
+        first = found.incident
         return _first_is(kind)(found, truth) and first is not None and truth["parameter"] in first.parameters
 
     return named
@@ -206,7 +206,7 @@ def _names_order(found: Found, truth: Truth) -> bool:
 
 
 def _first_is_order(found: Found, truth: Truth) -> bool:
-    first = found.account
+    first = found.incident
     return first is not None and first.kind in ("order", "disagreement") and first.step == truth["step"]
 
 
@@ -218,10 +218,10 @@ def _nothing(found: Found, _: Truth) -> bool:
 _NAMES = [name for name, _ in stack(DEPTH, WIDTH).named_parameters()]
 FAULTS = {
     "clean 2": Fault(
-        "nothing, 2 ranks", 2, lambda _: {"steps": _LONG}, _nothing, lambda found, _: found.account is None
+        "nothing, 2 ranks", 2, lambda _: {"steps": _LONG}, _nothing, lambda found, _: found.incident is None
     ),
     "clean 4": Fault(
-        "nothing, 4 ranks", 4, lambda _: {"steps": _LONG // 2}, _nothing, lambda found, _: found.account is None
+        "nothing, 4 ranks", 4, lambda _: {"steps": _LONG // 2}, _nothing, lambda found, _: found.incident is None
     ),
     "input": Fault("a slow input pipeline on rank 1", 2, lambda _: {"rank": 1}, _blames(("input",)), _blamed_by_doctor),
     "processor": Fault("a rank shares its core", 2, _processor, _blames(_COMPUTING), _blamed_by_doctor),

@@ -32,7 +32,7 @@ _ROUNDS, _WARM_UP_TURNS = 30, 8
 SHAPES = {"85 M": (12, 768, 8), "340 M": (12, 1536, 16)}  # parameters: layers, width, sequences of 512
 
 
-class Arm:
+class Variant:
     """One way to train a transformer."""
 
     def __init__(self, name: str, layers: int, width: int, batch: int, folder: str) -> None:
@@ -75,7 +75,7 @@ class Arm:
 
 def cell(workload: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="gradsync-signals-") as folder:
-        arms = {name: Arm(name, *SHAPES[workload], folder) for name in (BARE, TRACED)}
+        arms = {name: Variant(name, *SHAPES[workload], folder) for name in (BARE, TRACED)}
         for _ in range(_WARM_UP_TURNS):
             for arm in arms.values():
                 arm.turn()

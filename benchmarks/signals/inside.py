@@ -21,7 +21,7 @@ from gradsync.engine import nonfinite
 from gradsync.engine.sync_timeline import SyncTimeline
 from gradsync.engine.trace_step import Tracing
 from gradsync.trace.tracer import Tracer
-from signals.cost import ALL, STEPS, Arm, calibrate
+from signals.cost import ALL, STEPS, Variant, calibrate
 
 # What a step calls: the engine's listener, which calls the tracer; and what others tell the tracer themselves.
 _CALLS: dict[type, tuple[str, ...]] = {
@@ -73,7 +73,7 @@ def measure(workload: str, samples: int, folder: str) -> dict[str, Any]:
     """On every rank: seconds per step inside, by kind, and of a step."""
     clocks = Clocks()
     clocks.install()
-    arm = Arm(ALL, workload, samples, folder)
+    arm = Variant(ALL, workload, samples, folder)
     for _ in range(_WARM_UP_TURNS):
         arm.turn()
     inside: dict[str, list[float]] = {kind: [] for kind in clocks.seconds}

@@ -75,7 +75,7 @@ def _fill(
     load, start = os.getloadavg()[0], time.perf_counter()
     try:
         found = measure()
-    except (RankFailed, LabError, faults.NotPlayed) as error:
+    except (RankFailed, LabError, faults.NotRun) as error:
         print(f"FAILED: {error}", flush=True)
         return False
     facts = {"machine": bench_harness.machine(), "commit": options.commit, "load_before": round(load, 2)}

@@ -7,8 +7,8 @@ from statistics import median, quantiles
 from typing import Any
 
 from gradsync import svg
-from slow_link.arm_colors import number, page
-from slow_link.arms import ARMS, BASE
+from slow_link.variant_colors import number, page
+from slow_link.variants import BASE, VARIANTS
 
 # All in px.
 _LEFT, _PANEL, _GAP, _TOP = 190, 300, 84, 66
@@ -17,7 +17,7 @@ _ROW, _BAR = 24, 15
 
 def picture(steps: dict[str, Any]) -> str:
     """The whole SVG."""
-    arms = [name for name in ARMS if any(name in facts["arms"] for facts in steps.values())]
+    arms = [name for name in VARIANTS if any(name in facts["arms"] for facts in steps.values())]
     width, height = _LEFT + len(steps) * (_PANEL + _GAP), _TOP + _ROW * len(arms) + 16
     names = (svg.text("y", _LEFT - 10, _middle(i) + 4, name) for i, name in enumerate(arms))
     panels = (part for i, (rate, facts) in enumerate(steps.items()) for part in _panel(i, rate, facts["arms"], arms))

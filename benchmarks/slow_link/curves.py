@@ -8,10 +8,10 @@ from itertools import product
 from typing import Any
 
 from gradsync import svg
-from slow_link.arm_colors import line, page
-from slow_link.arms import ARMS
 from slow_link.store import Results
 from slow_link.target import Curve, clock, is_timed, mean_curve, runs_by_task, title_of
+from slow_link.variant_colors import line, page
+from slow_link.variants import VARIANTS
 
 # All in px.
 _LEFT, _PANEL, _GAP, _TOP, _HEIGHT, _FOOT, _KEY = 56, 380, 52, 66, 340, 44, 240
@@ -29,7 +29,7 @@ def picture(results: Results) -> str:
     parts: list[str] = []
     for (row, task), (column, (rate, facts)) in product(enumerate(tasks), enumerate(steps.items())):
         parts += _panel(row, column, f"{title_of(task)}, at {rate}", facts["arms"], learned[row])
-    drawn = [name for name in ARMS if any(name in curves for curves in learned) and _drawn(name, steps)]
+    drawn = [name for name in VARIANTS if any(name in curves for curves in learned) and _drawn(name, steps)]
     height = _TOP + len(tasks) * _ROW
     title = "loss on held-out text by the clock, mean over seeds"
     return page(width, height, title, [*parts, *_key(drawn, width - _KEY)])

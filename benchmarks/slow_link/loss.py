@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from gradsync.launch.spawn import RankPool
 from slow_link import data
-from slow_link.arms import ARMS
 from slow_link.model import RATES, SIZES, build, digest, evaluate, optimizer_of
+from slow_link.variants import VARIANTS
 
 _LOOK = 50  # steps from one look at the held-out text to the next
 _WARM_UP = 100
@@ -64,7 +64,7 @@ class Task:
 
 def learn(pool: RankPool, task: Task, arm: str, seed: int) -> dict[str, Any]:
     """One cell: the curves, and what they end in."""
-    by_rank = pool.run(play, asdict(task), arm, seed, timeout=36000)
+    by_rank = pool.run(run_rank, asdict(task), arm, seed, timeout=36000)
     if len({rank["weights"] for rank in by_rank}) > 1:
         raise RuntimeError(f"{arm}, seed {seed}: the ranks ended with different weights")
     train = [sum(same) / len(same) for same in zip(*(rank["train"] for rank in by_rank), strict=True)]
@@ -83,13 +83,13 @@ def cell(task: Task, train: list[float], held_out: list[float]) -> dict[str, Any
     }
 
 
-def play(fields: dict[str, Any], arm: str, seed: int) -> dict[str, Any]:
+def run_rank(fields: dict[str, Any], arm: str, seed: int) -> dict[str, Any]:
     """One rank's curves; of the held-out text each rank reads its part."""
     torch.set_num_threads(1)
     task, rank = Task(**fields), dist.get_rank()
     shape = SIZES[task.size]
     model = build(shape, seed)
-    replica = ARMS[arm].make(model, optimizer_of(model, task.optimizer))
+    replica = VARIANTS[arm].make(model, optimizer_of(model, task.optimizer))
     unseen = data.held_out(shape, rank, task.ranks)
     looks = set(task.looks())
     train: list[float] = []

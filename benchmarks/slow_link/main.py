@@ -22,9 +22,9 @@ sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or 
 import bench_harness  # noqa: E402
 from gradsync.launch.spawn import RankPool  # noqa: E402
 from slow_link import bars, curves, replicas, report, store  # noqa: E402
-from slow_link.arms import ARMS  # noqa: E402
 from slow_link.loss import Task, learn  # noqa: E402
 from slow_link.model import OPTIMIZERS, SIZES  # noqa: E402
+from slow_link.variants import VARIANTS  # noqa: E402
 
 RATES = ("100mbit", "1gbit")
 
@@ -33,7 +33,7 @@ def steps(options: argparse.Namespace) -> None:
     """Part 1: a rate after the other, all arms in turn."""
     from slow_link.steps import measure  # late: only this part needs namespaces
 
-    arms = _arms(options.arms, lambda name: ARMS[name].timed)
+    arms = _variants(options.arms, lambda name: VARIANTS[name].timed)
     for rate in options.rate:
         facts = _facts(options) | measure(rate, arms, options.rounds)
         store.keep(options.out, "steps", rate, facts)
@@ -43,7 +43,9 @@ def steps(options: argparse.Namespace) -> None:
 def loss(options: argparse.Namespace) -> None:
     """Part 2: cell by cell, seeds first, so that every arm has one before any has two."""
     task = Task(options.size, options.steps, options.optimizer, options.replicas or 2, bool(options.replicas))
-    arms = _arms(options.arms, lambda name: ARMS[name].learns and (not options.replicas or replicas.plays(name)))
+    arms = _variants(
+        options.arms, lambda name: VARIANTS[name].learns and (not options.replicas or replicas.supports(name))
+    )
     done = {} if options.again else store.load(options.out).get("loss", {})
     with RankPool(task.ranks, threads=1) as pool:
         for seed, arm in ((seed, arm) for seed in options.seeds for arm in arms):
@@ -68,9 +70,9 @@ def table(options: argparse.Namespace) -> None:
     (HERE / "loss.svg").write_text(curves.picture(results))
 
 
-def _arms(asked: list[str] | None, fits: Callable[[str], bool]) -> list[str]:
+def _variants(asked: list[str] | None, fits: Callable[[str], bool]) -> list[str]:
     """Those asked for, or all that fit."""
-    return [name for name in ARMS if (name in asked if asked else fits(name))]
+    return [name for name in VARIANTS if (name in asked if asked else fits(name))]
 
 
 def _facts(options: argparse.Namespace) -> dict[str, Any]:
@@ -83,8 +85,8 @@ def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--out", type=Path, default=HERE / "results.json")
     common.add_argument("--commit", help="what is measured, outside of a clone")
-    names = "; ".join(ARMS).replace("%", "%%")
-    common.add_argument("--arms", nargs="+", choices=tuple(ARMS), metavar="ARM", help=names)
+    names = "; ".join(VARIANTS).replace("%", "%%")
+    common.add_argument("--arms", nargs="+", choices=tuple(VARIANTS), metavar="ARM", help=names)
     timed = parts.add_parser("steps", parents=[common], help="seconds and bytes of a step")
     timed.add_argument("--rate", nargs="+", default=RATES, help="100mbit, 1gbit, none")
     timed.add_argument("--rounds", type=int, default=20, help="samples of each arm")

@@ -20,15 +20,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradsync.cli.demo.story.demo_model import loss_of
 from slow_link import data
-from slow_link.arms import ARMS, EXACT
 from slow_link.averaging import Averaging
 from slow_link.loss import Task, cell
 from slow_link.model import SIZES, build, evaluate, optimizer_of
+from slow_link.variants import EXACT, VARIANTS
 
 
-def plays(arm: str) -> bool:
+def supports(arm: str) -> bool:
     """Whether an arm can be played here: exact averaging, and whatever goes through a compressor."""
-    return arm == EXACT or ARMS[arm].compress is not None
+    return arm == EXACT or VARIANTS[arm].compress is not None
 
 
 def learn(task: Task, arm: str, seed: int, device: str) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def learn(task: Task, arm: str, seed: int, device: str) -> dict[str, Any]:
     optimizer = optimizer_of(model, task.optimizer)
     named = dict(model.named_parameters())
     values = {name: parameter.detach() for name, parameter in named.items()}
-    averaging = Averaging(named, ARMS[arm].compress, task.ranks)
+    averaging = Averaging(named, VARIANTS[arm].compress, task.ranks)
     of_all_ranks = vmap(grad_and_value(partial(_loss, model)), in_dims=(None, 0))
     unseen = tuple(part.to(device) for part in data.held_out(shape))
     looks = set(task.looks())

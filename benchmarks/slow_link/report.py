@@ -8,9 +8,9 @@ from statistics import mean, median, quantiles
 from typing import Any
 
 import bench_harness
-from slow_link.arms import ARMS, BASE, DDPS, EXACT, HALF
 from slow_link.store import Results
 from slow_link.target import Clock, Run, clock, is_timed, reached_at, runs_by_task, target_of, title_of
+from slow_link.variants import BASE, DDPS, EXACT, HALF, VARIANTS
 
 SEEDS = 3  # what a mean should have
 GROWTH = {  # the same model and optimizer, by the number of ranks and what each of them sees in a step
@@ -107,7 +107,7 @@ def loss_table(arms: dict[str, list[Run]], steps: Facts) -> str:
     if steps:
         header += [f"steps to {target:.3f}" if target else "steps to target", *(f"time at {rate}" for rate in steps)]
     exact = arms.get(EXACT, [])
-    rows = [[name, *_loss_row(name, arms[name], exact, target, steps)] for name in ARMS if name in arms]
+    rows = [[name, *_loss_row(name, arms[name], exact, target, steps)] for name in VARIANTS if name in arms]
     return bench_harness.table(header, rows)
 
 
@@ -131,7 +131,7 @@ def growth_table(runs: dict[str, dict[str, list[Run]]]) -> str:
     """An arm per row, a number of ranks per column: how much worse than exact, and from how many seeds."""
     by_n = {column: runs.get(task, {}) for column, task in GROWTH.items()}
     last = list(by_n.values())[1:]
-    names = [name for name in ARMS if name != EXACT and any(name in arms for arms in last)]
+    names = [name for name in VARIANTS if name != EXACT and any(name in arms for arms in last)]
     rows = [[name, *(_growth(arms, name) for arms in by_n.values())] for name in names]
     exact = [[run.final_held_out for run in arms.get(EXACT, [])] for arms in by_n.values()]
     ends = [f"{mean(each):.4f} nats ({_seeds(len(each))})" if each else "not run" for each in exact]

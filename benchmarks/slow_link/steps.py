@@ -30,9 +30,9 @@ from gradsync.cli.local_ranks import advance, rank_folder
 from netlab.lab import Lab
 from netlab.traffic import payload, sent
 from slow_link import data
-from slow_link.arms import ARMS, BASE
 from slow_link.model import SIZES, build, optimizer_of
 from slow_link.replica import Replica
+from slow_link.variants import BASE, VARIANTS
 
 _WARM_UP = 3  # DDP makes its buckets anew after the first step, gradsync after the second
 _HOUR_S = 3600.0
@@ -51,7 +51,7 @@ def measure(rate: str, arms: list[str], rounds: int) -> dict[str, Any]:
     load = os.getloadavg()[0]  # of others, unless we ran a minute ago
     following = rank_folder(_WARM_UP + rounds, f"{len(arms)} arms at {rate}")
     with Lab(hosts=2, rate=None if rate == "none" else rate) as lab, following as folder:
-        by_rank = lab.spawn(play, [1, 1], arms, rounds, folder, timeout=10 * _HOUR_S)
+        by_rank = lab.spawn(run_rank, [1, 1], arms, rounds, folder, timeout=10 * _HOUR_S)
     found = {name: _joined([rank["arms"][name] for rank in by_rank]) for name in arms}
     _refuse_if_uncompressed(found, 4 * by_rank[0]["parameters"])
     return {
@@ -66,7 +66,7 @@ def measure(rate: str, arms: list[str], rounds: int) -> dict[str, Any]:
 
 def _refuse_if_uncompressed(found: dict[str, Any], exact_nbytes: int) -> None:
     """A compressor that is left out without a word would pass for a slow one."""
-    compressed = [name for name in found if ARMS[name].compress is not None]
+    compressed = [name for name in found if VARIANTS[name].compress is not None]
     if idle := [name for name in compressed if found[name]["sent_nbytes"] > 0.75 * exact_nbytes]:
         raise RuntimeError(f"these arms sent {exact_nbytes / 1e6:.1f} MB per step, as without compressor: {idle}")
 
@@ -83,14 +83,14 @@ def _joined(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 # One rank
 
 
-def play(arms: list[str], rounds: int, folder: str) -> dict[str, Any]:
+def run_rank(arms: list[str], rounds: int, folder: str) -> dict[str, Any]:
     """This rank's seconds and bytes per step, by arm."""
     torch.set_num_threads(1)
     gs.init(timeout=300)
     shape = SIZES["large"]
     replicas = {name: _replica(name, shape) for name in arms}
     turns: dict[str, list[Turn]] = {name: [] for name in arms}
-    calls = {name: _turns(replica, ARMS[name].window, shape, turns[name]) for name, replica in replicas.items()}
+    calls = {name: _turns(replica, VARIANTS[name].window, shape, turns[name]) for name, replica in replicas.items()}
 
     def tick() -> None:
         if dist.get_rank() == 0:
@@ -101,8 +101,10 @@ def play(arms: list[str], rounds: int, folder: str) -> dict[str, Any]:
     chatter = _chatter(kept)
     found = {
         name: {
-            "claimed_nbytes": float(replica.claimed_nbytes()) / ARMS[name].window,
-            "sent_nbytes": max(0.0, median(t.nbytes - chatter * t.between_s / ARMS[name].window for t in kept[name])),
+            "claimed_nbytes": float(replica.claimed_nbytes()) / VARIANTS[name].window,
+            "sent_nbytes": max(
+                0.0, median(t.nbytes - chatter * t.between_s / VARIANTS[name].window for t in kept[name])
+            ),
             "samples_s": [turn.step_s for turn in kept[name]],
         }
         for name, replica in replicas.items()
@@ -117,7 +119,7 @@ def play(arms: list[str], rounds: int, folder: str) -> dict[str, Any]:
 
 def _replica(name: str, shape: DemoShape) -> Replica:
     model = build(shape, seed=0)
-    return ARMS[name].make(model, optimizer_of(model))
+    return VARIANTS[name].make(model, optimizer_of(model))
 
 
 def _turns(replica: Replica, window: int, shape: DemoShape, turns: list[Turn]) -> Callable[[], float]:

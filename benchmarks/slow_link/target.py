@@ -6,7 +6,7 @@ from collections.abc import Callable
 from statistics import mean, median
 from typing import Any, NamedTuple
 
-from slow_link.arms import EXACT, WARM_UP, WARM_UP_STEPS
+from slow_link.variants import EXACT, WARM_UP, WARM_UP_STEPS
 
 _SLACK = 1.02  # times what the exact arm ends in: what one would accept
 

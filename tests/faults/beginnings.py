@@ -44,7 +44,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "wait": (PolledStore, "wait"),
     "get": (PolledStore, "get"),
     "agreed": (assemble, "check_attach"),
-    "seat": (init, "_take_seat"),
+    "seat": (init, "_choose_placement"),
     "forming": (dist, "init_process_group"),
     "formed": (forming, "_hear_all"),
 }

@@ -11,27 +11,27 @@ from typing import Any
 
 import pytest
 
+from netlab.fork_server import ForkServer
 from netlab.lab import Lab, available
-from netlab.nest import Nest
 
 MakeLab = Callable[..., Lab]
 
 
 @pytest.fixture(scope="session")
-def nest() -> Iterator[Nest]:
+def fork_server() -> Iterator[ForkServer]:
     """One process for the session that has torch imported; ranks are its forks."""
     if reason := available():
         pytest.skip(f"no network lab: {reason}")
-    with Nest() as made:
+    with ForkServer() as made:
         yield made
 
 
 @pytest.fixture
-def lab(nest: Nest) -> Iterator[MakeLab]:
+def lab(fork_server: ForkServer) -> Iterator[MakeLab]:
     """`lab(hosts=2, rate="100mbit")`: a lab that ends with the test; skipped where there can be none."""
     with ExitStack() as stack:
 
         def make(**settings: Any) -> Lab:
-            return stack.enter_context(Lab(nest=nest, **settings))
+            return stack.enter_context(Lab(fork_server=fork_server, **settings))
 
         yield make

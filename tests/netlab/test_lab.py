@@ -49,11 +49,11 @@ def test_three_hosts_reach_each_other_over_the_switch(lab: MakeLab) -> None:
 def test_a_rank_is_told_what_torchrun_would_tell_it(lab: MakeLab) -> None:
     told = lab().spawn(torchrun_says, [2, 1])
     shared = {"WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.1", "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-    places = [("0", "0", "2", "0", "host0"), ("1", "1", "2", "0", "host0"), ("2", "0", "1", "1", "host1")]
+    rank_places = [("0", "0", "2", "0", "host0"), ("1", "1", "2", "0", "host0"), ("2", "0", "1", "1", "host1")]
     names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "hostname")
-    assert told == [shared | dict(zip(names, place, strict=True)) for place in places]
-    with Lab() as without_nest:
-        assert without_nest.spawn(torchrun_says, [2, 1]) == told
+    assert told == [shared | dict(zip(names, place, strict=True)) for place in rank_places]
+    with Lab() as without_fork_server:
+        assert without_fork_server.spawn(torchrun_says, [2, 1]) == told
 
 
 def test_an_all_reduce_sends_its_bytes_over_the_shaped_link(lab: MakeLab) -> None:

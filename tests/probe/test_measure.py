@@ -14,7 +14,7 @@ from gradsync.errors import GradSyncError
 from gradsync.kernels.library import load
 from gradsync.probe.measure import STAGES, ProbeFindings, measure
 from gradsync.probe.pairs import measure_neighbours
-from gradsync.probe.probe_group import gather_crew
+from gradsync.probe.probe_group import open_probe_group
 from gradsync.transport.host_meeting import declare_host
 
 Run = Callable[..., list[Any]]
@@ -31,8 +31,8 @@ def measure_briefly(hosts: str) -> tuple[ProbeFindings, list[str], int, int]:
         world = dist.group.WORLD
         assert world is not None
         findings = measure(world, brief=True, tick=stages.append)
-        with gather_crew(world, brief=True) as crew:
-            pairs = measure_neighbours(crew) if len(crew.hosts) > 1 else []
+        with open_probe_group(world, brief=True) as group:
+            pairs = measure_neighbours(group) if len(group.hosts) > 1 else []
     finally:
         declare_host(None)
         threads = torch.get_num_threads()

@@ -73,7 +73,7 @@ def make() -> Iterator[Callable[[str, Path], Path]]:
         each.close()
 
 
-def say(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+def headline(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
     """The one sentence of a command that could not."""
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "10000")
@@ -94,7 +94,7 @@ def test_a_trace_that_is_no_file(
     kind: str,
 ) -> None:
     make(kind, tmp_path / "rank-0.jsonl")
-    told = say(capsys, command[0], tmp_path, *command[1:])
+    told = headline(capsys, command[0], tmp_path, *command[1:])
     assert "holds no trace (" in told
     assert kind in ("huge", "letters") or "rank 0: rank-0.jsonl cannot be read: " in told
     if kind in NOT_FILES:
@@ -134,10 +134,10 @@ def test_what_a_plan_is_made_from(
     if option.startswith("--"):
         bad = make(kind, tmp_path / "bad.toml")
         more = ("--params", "1e7") if option == "--cluster" else ("--gpus", "8")
-        told = say(capsys, "plan", option, bad, *more)
+        told = headline(capsys, "plan", option, bad, *more)
     else:
         bad = make(kind, folder / option)
-        told = say(capsys, "plan", "--check", folder)
+        told = headline(capsys, "plan", "--check", folder)
     assert str(bad) in told
     assert "is not a TOML file" in told if kind == "letters" else "cannot be read" in told
 
@@ -169,7 +169,7 @@ def test_where_results_would_be_written(
         pytest.skip("it wants a folder")
     folder = write_run(tmp_path / "run", made_run(2, 20)) if "RUN" in command else tmp_path
     bad = make(kind, tmp_path / "result")
-    told = say(capsys, *(folder if each == "RUN" else each for each in command), bad)
+    told = headline(capsys, *(folder if each == "RUN" else each for each in command), bad)
     assert f"{bad} cannot be written" in told
 
 
@@ -182,7 +182,7 @@ def test_a_token_that_is_in_no_file(
     tmp_path: Path, make: Callable[[str, Path], Path], capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     bad = make(kind, tmp_path / "token")
-    told = say(capsys, "watch", tmp_path, "--token-file", bad)
+    told = headline(capsys, "watch", tmp_path, "--token-file", bad)
     assert f"--token-file {bad} " in told
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gradsync.report.post_mortem.account import ADVICE, Scene
-from gradsync.report.post_mortem.first_event import Account, first_event, quiet_end
+from gradsync.report.post_mortem.first_event import Incident, first_event, quiet_end
+from gradsync.report.post_mortem.incident import ADVICE, IncidentLocation
 from gradsync.report.post_mortem.last_seen import last_seen
 from gradsync.trace.flight import Flight, FlightEntry, Moment
 from gradsync.trace.lines import ClockShift, Error, Health, RankEnd
@@ -56,11 +56,11 @@ class Stage:
         self.saw(rank, Moment.FAILED, after_s)
         self.run.ranks[rank].errors.append(Error(self.step, what, ranks, self.bucket, text))
 
-    def account(self) -> Account:
-        account = first_event(self.run)
-        assert account is not None
-        assert account.advice
-        return account
+    def incident(self) -> Incident:
+        incident = first_event(self.run)
+        assert incident is not None
+        assert incident.advice
+        return incident
 
 
 def scene(seed: int, what: str, text: str = "") -> tuple[Stage, Moment]:
@@ -78,31 +78,31 @@ def scene(seed: int, what: str, text: str = "") -> tuple[Stage, Moment]:
 def test_a_killed_rank_is_named_with_what_it_did() -> None:
     for seed in SEEDS:
         stage, moment = scene(seed, "PeerLost", "rank 1 died in step 3")
-        account, host = stage.account(), stage.run.ranks[stage.culprit].run.host
-        assert (account.kind, account.ranks, account.step) == ("killed", [stage.culprit], stage.step)
-        assert account.text.startswith(
+        incident, host = stage.incident(), stage.run.ranks[stage.culprit].run.host
+        assert (incident.kind, incident.ranks, incident.step) == ("killed", [stage.culprit], stage.step)
+        assert incident.text.startswith(
             f"Rank {stage.culprit} (host {host}, pid {4000 + stage.culprit}) ended without a word in step {stage.step} "
             f"while {DOING[moment]}"
         )
-        assert "20 ms after it was last seen, rank" in account.text
-        assert "raised PeerLost naming it in bucket" in account.text
+        assert "20 ms after it was last seen, rank" in incident.text
+        assert "raised PeerLost naming it in bucket" in incident.text
         if moment == Moment.WAITING:
-            assert account.parameters == [f"layers.{7 - 2 * stage.bucket - each}.weight" for each in (0, 1)]
+            assert incident.parameters == [f"layers.{7 - 2 * stage.bucket - each}.weight" for each in (0, 1)]
 
 
 def test_a_rank_that_hangs_is_named_with_where() -> None:
     for seed in SEEDS:
         stage, moment = scene(seed, "SyncTimeout")
-        account = stage.account()
-        assert (account.kind, account.ranks) == ("hang", [stage.culprit])
-        assert f"did not arrive in step {stage.step} while {DOING[moment]}" in account.text
+        incident = stage.incident()
+        assert (incident.kind, incident.ranks) == ("hang", [stage.culprit])
+        assert f"did not arrive in step {stage.step} while {DOING[moment]}" in incident.text
 
 
 def test_a_rank_that_came_too_late_and_says_so_itself_hung() -> None:
     stage = Stage(1)
     for rank in range(stage.ranks):
         stage.raised(rank, "SyncTimeout", [stage.culprit], 1.0)
-    assert (stage.account().kind, stage.account().ranks) == ("hang", [stage.culprit])
+    assert (stage.incident().kind, stage.incident().ranks) == ("hang", [stage.culprit])
 
 
 def test_a_rank_that_came_when_all_had_given_up_is_told_as_it_was_before() -> None:
@@ -114,15 +114,15 @@ def test_a_rank_that_came_when_all_had_given_up_is_told_as_it_was_before() -> No
         stage.at += 8.0
         stage.saw(stage.culprit, Moment.FORWARD, 0.0)
         stage.raised(stage.culprit, "SyncTimeout", [stage.culprit], 0.1)
-        account = stage.account()
-        assert (account.kind, account.ranks) == ("hang", [stage.culprit])
-        assert "did not arrive in step" in account.text
-        assert "while it was in its input. 3 s after it was last seen, rank" in account.text
+        incident = stage.incident()
+        assert (incident.kind, incident.ranks) == ("hang", [stage.culprit])
+        assert "did not arrive in step" in incident.text
+        assert "while it was in its input. 3 s after it was last seen, rank" in incident.text
 
 
 def test_a_rank_without_a_sign_of_life_has_vanished() -> None:
     stage, _ = scene(3, "PeerLost", "rank 1 gives no sign of life, last seen waiting in step 3")
-    assert (stage.account().kind, stage.account().ranks) == ("vanished", [stage.culprit])
+    assert (stage.incident().kind, stage.incident().ranks) == ("vanished", [stage.culprit])
 
 
 @pytest.mark.parametrize("why", ["exit", "detach"])
@@ -131,9 +131,9 @@ def test_a_rank_that_ended_early_left(why: str) -> None:
         stage, _ = scene(seed, "PeerLost")
         stage.saw(stage.culprit, Moment.LEFT, 0.001)
         stage.run.ranks[stage.culprit].end = RankEnd(stage.step, why)
-        account = stage.account()
-        assert (account.kind, account.ranks) == ("left", [stage.culprit])
-        assert ("ended by itself" if why == "exit" else "detached") in account.text
+        incident = stage.incident()
+        assert (incident.kind, incident.ranks) == ("left", [stage.culprit])
+        assert ("ended by itself" if why == "exit" else "detached") in incident.text
 
 
 def test_an_exception_of_its_own_is_the_cause_and_the_others_followed() -> None:
@@ -142,11 +142,11 @@ def test_an_exception_of_its_own_is_the_cause_and_the_others_followed() -> None:
         stage.raised(stage.culprit, "ZeroDivisionError", [], 0.01, "division by zero")
         for rank in stage.others:
             stage.raised(rank, "PeerLost", [stage.culprit], 0.2)
-        account = stage.account()
-        assert (account.kind, account.ranks) == ("raised", [stage.culprit])
-        assert "raised ZeroDivisionError" in account.text
-        assert "division by zero." in account.text
-        assert "followed 190 ms later (PeerLost)." in account.text
+        incident = stage.incident()
+        assert (incident.kind, incident.ranks) == ("raised", [stage.culprit])
+        assert "raised ZeroDivisionError" in incident.text
+        assert "division by zero." in incident.text
+        assert "followed 190 ms later (PeerLost)." in incident.text
 
 
 @pytest.mark.parametrize(
@@ -160,18 +160,18 @@ def test_what_a_guard_found_is_named_with_rank_and_parameter(what: str, error: s
         for rank in range(stage.ranks):
             stage.run.ranks[rank].health.append(found)
             stage.raised(rank, error, [], 0.01)
-        account = stage.account()
-        assert (account.kind, account.ranks, account.step) == (what, [stage.culprit], stage.step)
-        assert account.parameters == ["layers.1.weight"]
-        assert account.stopped
+        incident = stage.incident()
+        assert (incident.kind, incident.ranks, incident.step) == (what, [stage.culprit], stage.step)
+        assert incident.parameters == ["layers.1.weight"]
+        assert incident.stopped
 
 
 def test_a_finding_that_did_not_stop_the_run_is_told_too() -> None:
     found = Health(12, "nonfinite", [2], "layers.3.weight", 5, "5 of 125000 values")
-    account = first_event(made_run(4, 30, health=(found,)))
-    assert account is not None
-    assert (account.kind, account.ranks, account.step, account.stopped) == ("nonfinite", [2], 12, False)
-    assert account.text == (
+    incident = first_event(made_run(4, 30, health=(found,)))
+    assert incident is not None
+    assert (incident.kind, incident.ranks, incident.step, incident.stopped) == ("nonfinite", [2], 12, False)
+    assert incident.text == (
         "Rank 2 had NaN or Inf in the gradient of layers.3.weight in step 12: 5 of 125000 values. The run went on."
     )
 
@@ -179,29 +179,29 @@ def test_a_finding_that_did_not_stop_the_run_is_told_too() -> None:
 def test_an_old_finding_is_not_taken_for_the_cause_of_a_death() -> None:
     stage, _ = scene(5, "PeerLost")
     stage.run.ranks[0].health.append(Health(1, "nonfinite", [0], "w", 1, "once"))
-    assert (stage.account().kind, stage.account().ranks) == ("killed", [stage.culprit])
+    assert (stage.incident().kind, stage.incident().ranks) == ("killed", [stage.culprit])
 
 
 def test_a_disagreement_without_a_finding_speaks_for_itself() -> None:
     stage = Stage(2)
     for rank in range(stage.ranks):
         stage.raised(rank, "Disagreement", [], 0.0, "rank 0 has 4 parameters, rank 1 has 5")
-    assert stage.account().kind == "disagreement"
-    assert "rank 0 has 4 parameters, rank 1 has 5." in stage.account().text
+    assert stage.incident().kind == "disagreement"
+    assert "rank 0 has 4 parameters, rank 1 has 5." in stage.incident().text
 
 
 def test_ranks_that_lost_each_other_and_live_point_at_the_network() -> None:
     stage = Stage(0)
     for rank in range(stage.ranks):
         stage.raised(rank, "PeerLost", [(rank + 1) % stage.ranks], 0.1)
-    assert (stage.account().kind, stage.account().ranks) == ("network", list(range(stage.ranks)))
+    assert (stage.incident().kind, stage.incident().ranks) == ("network", list(range(stage.ranks)))
 
 
 def test_a_timeout_that_names_nobody_is_the_networks() -> None:
     stage = Stage(0)
     for rank in range(stage.ranks):
         stage.raised(rank, "SyncTimeout", [], 0.1, "every rank is here, but the data does not arrive")
-    assert stage.account().kind == "network"
+    assert stage.incident().kind == "network"
 
 
 def test_a_stock_run_whose_transport_broke_names_the_rank_that_was_gone() -> None:
@@ -210,7 +210,7 @@ def test_a_stock_run_whose_transport_broke_names_the_rank_that_was_gone() -> Non
     for rank in stage.others:
         stage.raised(rank, "RuntimeError", [stage.culprit], 0.1, "Connection closed by peer")
         stage.run.ranks[rank].end = RankEnd(stage.step, "exception")
-    assert (stage.account().kind, stage.account().ranks) == ("killed", [stage.culprit])
+    assert (stage.incident().kind, stage.incident().ranks) == ("killed", [stage.culprit])
 
 
 def test_who_raised_on_its_own_account_began_it_though_all_others_were_gone_when_it_looked() -> None:
@@ -219,16 +219,16 @@ def test_who_raised_on_its_own_account_began_it_though_all_others_were_gone_when
         stage.raised(stage.culprit, "RuntimeError", stage.others, 0.5, "shapes differ")
         for rank in stage.others:
             stage.raised(rank, "PeerLost", [stage.culprit], 0.1)
-        assert (stage.account().kind, stage.account().text.count("shapes differ")) == ("raised", 1)
-        assert f"Rank {stage.culprit} (host" in stage.account().text
+        assert (stage.incident().kind, stage.incident().text.count("shapes differ")) == ("raised", 1)
+        assert f"Rank {stage.culprit} (host" in stage.incident().text
 
 
 def test_a_rank_whose_file_is_not_here_is_named_nonetheless() -> None:
     stage, _ = scene(4, "PeerLost")
     del stage.run.ranks[stage.culprit]
-    account = stage.account()
-    assert (account.kind, account.ranks) == ("killed", [stage.culprit])
-    assert f"Not in this folder: the file of rank {stage.culprit}." in account.text
+    incident = stage.incident()
+    assert (incident.kind, incident.ranks) == ("killed", [stage.culprit])
+    assert f"Not in this folder: the file of rank {stage.culprit}." in incident.text
 
 
 def test_a_stock_run_whose_ranks_raise_nothing_shows_who_stopped_first() -> None:
@@ -240,7 +240,7 @@ def test_a_stock_run_whose_ranks_raise_nothing_shows_who_stopped_first() -> None
         for rank in stage.others:
             stage.saw(rank, Moment.WAITING, 0.1)
             stage.run.ranks[rank].end = RankEnd(stage.step, "exit")
-        assert (stage.account().kind, stage.account().ranks) == ("killed", [stage.culprit])
+        assert (stage.incident().kind, stage.incident().ranks) == ("killed", [stage.culprit])
 
 
 def test_when_nobody_moves_the_one_who_does_not_wait_is_named() -> None:
@@ -253,10 +253,10 @@ def test_when_nobody_moves_the_one_who_does_not_wait_is_named() -> None:
         assert first_event(stage.run) is None
         assert first_event(stage.run, now=started + 1001 + 30) is None
         assert quiet_end(stage.run, started + 1001 + 30).endswith(f"came to step {stage.step}, 30 s ago.")
-        account = first_event(stage.run, now=started + 1001 + 300)
-        assert account is not None
-        assert (account.kind, account.ranks) == ("stopped", [stage.culprit])
-        assert account.text.startswith("No rank has moved for 300 s")
+        incident = first_event(stage.run, now=started + 1001 + 300)
+        assert incident is not None
+        assert (incident.kind, incident.ranks) == ("stopped", [stage.culprit])
+        assert incident.text.startswith("No rank has moved for 300 s")
 
 
 def test_a_clean_run_has_no_event() -> None:
@@ -270,14 +270,14 @@ def test_a_clean_run_has_no_event() -> None:
 def test_a_clean_run_that_lacks_a_file_is_not_called_clean() -> None:
     run = made_run(3, 20)
     del run.ranks[1]
-    account = first_event(run, now=1e18)
-    assert account is not None
-    assert (account.kind, account.ranks, account.stopped) == ("missing", [1], False)
-    assert account.text == (
+    incident = first_event(run, now=1e18)
+    assert incident is not None
+    assert (incident.kind, incident.ranks, incident.stopped) == ("missing", [1], False)
+    assert incident.text == (
         "All 2 ranks that wrote here ended in good order, after step 20. How rank 1 ended nobody can say. Not in this "
         "folder: the file of rank 1."
     )
-    assert "rank-*.jsonl" in account.advice
+    assert "rank-*.jsonl" in incident.advice
     assert first_event(run) is None  # a live page has a warning of it
 
 
@@ -285,10 +285,10 @@ def test_a_file_that_cannot_be_read_is_not_said_to_be_elsewhere() -> None:
     run = made_run(2, 20)
     del run.ranks[1]
     run.refused[1] = "format 1, and this gradsync reads 2"
-    account = first_event(run, now=1e18)
-    assert account is not None
-    assert "Not in this folder" not in account.text
-    assert "The file of rank 1 could not be read: format 1" in account.text
+    incident = first_event(run, now=1e18)
+    assert incident is not None
+    assert "Not in this folder" not in incident.text
+    assert "The file of rank 1 could not be read: format 1" in incident.text
 
 
 @pytest.mark.parametrize("source", ["gradsync", "ddp"])
@@ -298,9 +298,9 @@ def test_advice_holds_the_pids_and_what_the_user_has(what: str, source: str) -> 
     for rank in (0, 1):
         run.ranks[rank].errors.append(Error(10, what, [2], 0, "no sign of life" if what == "PeerLost" else "late"))
         run.ranks[rank].end = None
-    account = first_event(run)
-    assert account is not None
-    said = account.advice
+    incident = first_event(run)
+    assert incident is not None
+    said = incident.advice
     if what == "PeerLost":
         assert "(ps -o stat,wchan:20,cmd -p 4002 on node-b)" in said
         assert "ping node-b" in said
@@ -315,10 +315,10 @@ def test_a_rank_that_had_fewer_batches_is_met_with_join() -> None:
     text = "rank 0 is in a synchronization but rank 1 is in detach()"
     run.ranks[0].errors.append(Error(21, "Disagreement", [], None, text))
     run.ranks[0].end = None
-    account = first_event(run)
-    assert account is not None
-    assert account.kind == "left"
-    assert "with sync.join():" in account.advice
+    incident = first_event(run)
+    assert incident is not None
+    assert incident.kind == "left"
+    assert "with sync.join():" in incident.advice
 
 
 def test_of_a_step_that_was_dropped_nobody_is_told_how_to_drop_it() -> None:
@@ -326,20 +326,20 @@ def test_of_a_step_that_was_dropped_nobody_is_told_how_to_drop_it() -> None:
         run = made_run(2, 20, health=(Health(9, "nonfinite", [1], "w", 3, "rank 1 had NaN in w"),))
         for trace in run.ranks.values():
             trace.steps = [replace(step, counts=step.step != 9 or not dropped) for step in trace.steps]
-        account = first_event(run)
-        assert account is not None
-        assert ("The step was dropped on all ranks." in account.advice) == dropped
-        assert ("gs.Guard(nonfinite='skip')" in account.advice) != dropped
+        incident = first_event(run)
+        assert incident is not None
+        assert ("The step was dropped on all ranks." in incident.advice) == dropped
+        assert ("gs.Guard(nonfinite='skip')" in incident.advice) != dropped
 
 
 def test_of_a_standstill_all_processes_are_listed_by_host() -> None:
     run = made_run(4, 20)
     for trace in run.ranks.values():
         trace.end = None
-    account = first_event(run, now=1e18)
-    assert account is not None
-    assert "ps -p 4000,4001 on a, ps -p 4002,4003 on b" in account.advice
-    assert "py-spy dump --pid 400" in account.advice
+    incident = first_event(run, now=1e18)
+    assert incident is not None
+    assert "ps -p 4000,4001 on a, ps -p 4002,4003 on b" in incident.advice
+    assert "py-spy dump --pid 400" in incident.advice
 
 
 def test_no_advice_has_a_hole_and_a_hosts_name_is_no_command() -> None:
@@ -347,7 +347,7 @@ def test_no_advice_has_a_hole_and_a_hosts_name_is_no_command() -> None:
         for source in ("gradsync", "ddp"):
             for names in (("a; rm -rf $HOME", "{x}"), ("b",)):
                 run = made_run(2, 5, source=source, names=names)
-                said = Scene(run, [0], 3).account(kind, "It was so.").advice
+                said = IncidentLocation(run, [0], 3).incident(kind, "It was so.").advice
                 assert not set("{}") & set(said.replace("{x}", ""))
                 assert "PID" not in said
                 assert "ping a;" not in said
@@ -366,10 +366,10 @@ def test_ranks_of_hosts_without_clock_lines_are_put_in_order_by_the_wall_clock()
 def test_files_tell_the_same_as_memory(tmp_path: Path) -> None:
     lost = Error(10, "PeerLost", [1], 0, "rank 1 (pid 4001) died in step 10")
     write_run(tmp_path, made_run(2, 20, killed={1: 10}, errors={0: lost}))
-    account = first_event(read_run(tmp_path))
-    assert account is not None
-    assert (account.kind, account.ranks, account.step, account.bucket) == ("killed", [1], 10, 0)
-    assert "layers.7.weight" in account.parameters
+    incident = first_event(read_run(tmp_path))
+    assert incident is not None
+    assert (incident.kind, incident.ranks, incident.step, incident.bucket) == ("killed", [1], 10, 0)
+    assert "layers.7.weight" in incident.parameters
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -386,8 +386,8 @@ def test_hostile_folders_give_a_sentence_or_nothing_but_no_traceback(seed: int, 
         run: RunTrace = read_run(tmp_path)
     except ValueError:
         return
-    account = first_event(run, now=rng.choice([0.0, 1e12]))
-    assert account is None or (account.text and len(account.text) < 20000)
+    incident = first_event(run, now=rng.choice([0.0, 1e12]))
+    assert incident is None or (incident.text and len(incident.text) < 20000)
     assert quiet_end(run, 0.0)
 
 

@@ -11,7 +11,7 @@ import pytest
 from gradsync.report.lateness import lateness
 from gradsync.report.pictures import binning, heat_map, overhead_chart, parameter_table, staleness_chart, timeline
 from gradsync.report.table import tabulate
-from gradsync.report.typical_step import usual_step
+from gradsync.report.typical_step import typical_step
 from gradsync.trace.lines import BucketTimes, Stats, StepPart
 from gradsync.trace.reader import RunTrace
 from made_runs import made_run
@@ -85,7 +85,7 @@ def test_timeline_shows_a_late_step_of_a_run_that_changed() -> None:
     run = made_run(ranks=2, steps=300)
     for trace in run.ranks.values():
         trace.steps = [replace(step, step_s=3 * step.step_s) if step.step <= 60 else step for step in trace.steps]
-    usual = usual_step(tabulate(run))
+    usual = typical_step(tabulate(run))
     assert usual is not None
     assert usual.step > 60
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from gradsync.report.lateness import lateness
-from gradsync.report.periodic_steps import Regular, find_regular
+from gradsync.report.periodic_steps import PeriodicSteps, find_periodic_steps
 from gradsync.report.pictures.timeline import draw_timeline
 from gradsync.report.summary import summarize
 from gradsync.report.table import tabulate
-from gradsync.report.typical_step import Usual, usual_step
+from gradsync.report.typical_step import TypicalStep, typical_step
 from gradsync.trace.lines import StepLine, StepPart
 from gradsync.trace.reader import RunTrace
 from gradsync.trace.tracer import is_detailed
@@ -53,8 +53,8 @@ def recorded(run: RunTrace, old: bool = False) -> RunTrace:
     return run
 
 
-def usual_of(run: RunTrace) -> Usual:
-    found = usual_step(tabulate(run))
+def usual_of(run: RunTrace) -> TypicalStep:
+    found = typical_step(tabulate(run))
     assert found is not None
     return found
 
@@ -115,8 +115,8 @@ def test_of_equally_usual_steps_the_latest_is_shown() -> None:
     assert 0.4 <= usual.shorter <= 0.6
 
 
-def found_in(run: RunTrace) -> list[Regular]:
-    return find_regular(tabulate(run))
+def found_in(run: RunTrace) -> list[PeriodicSteps]:
+    return find_periodic_steps(tabulate(run))
 
 
 @pytest.mark.parametrize("noise", [None, NOISY])

@@ -8,14 +8,14 @@ import pytest
 
 from gradsync.report.post_mortem.first_event import first_event
 from gradsync.report.summary import summarize
-from gradsync.report.warnings import Warned
+from gradsync.report.warnings import ReportWarning
 from gradsync.trace.flight import FlightEntry, Moment
 from gradsync.trace.lines import BucketLayout, BucketPlan, PlanChoice
 from gradsync.trace.reader import RunTrace
 from made_runs import NOISY, made_run
 
 
-def warned(run: RunTrace, words: str) -> Warned | None:
+def warned(run: RunTrace, words: str) -> ReportWarning | None:
     found = [each for each in summarize(run).warnings if words in each.text]
     assert len(found) < 2
     return found[0] if found else None

@@ -29,7 +29,7 @@ def form_group(backend: str, rendezvous: Rendezvous, task: Task, limit: timedelt
     rank, size = task.rank, task.world_size
 
     def make(attempt: Attempt[None]) -> None:
-        attempt.end_by(rendezvous.hang_up)
+        attempt.end_by(rendezvous.close)
         with attempt.constructing(size):
             dist.init_process_group(backend, store=rendezvous.store, rank=rank, world_size=size, timeout=limit)
         try:

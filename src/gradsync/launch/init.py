@@ -32,7 +32,7 @@ from gradsync.launch.interface import (
     network_identity,
 )
 from gradsync.launch.rendezvous import Rendezvous
-from gradsync.launch.roster import RankCard, Seat, announcement, refusal
+from gradsync.launch.roster import RankPlacement, RankRecord, announcement, refusal
 from gradsync.transport.host_meeting import declare_host, host_identity
 
 _TIMEOUT = timedelta(minutes=10)
@@ -117,30 +117,30 @@ def _start_alone(backend: str | None, limit: timedelta) -> None:
 
 def _start_together(task: Task, backend: str | None, limit: timedelta) -> None:
     rendezvous = Rendezvous(task, limit)
-    me = RankCard(
+    me = RankRecord(
         hostname=socket.gethostname(),
         host=host_identity(),
         network=network_identity(),
         towards_master=local_address(task.address),
         backend=backend,
     )
-    peers = [RankCard(**record) for record in rendezvous.exchange("peer", me.record())]
-    seat = _take_seat(task, peers)
-    seats = [Seat(**record) for record in rendezvous.exchange("seat", seat.record())]
-    if (sentence := refusal(peers, seats)) is not None:
-        rendezvous.farewell("seat")
+    peers = [RankRecord(**record) for record in rendezvous.exchange("peer", me.record())]
+    placement = _choose_placement(task, peers)
+    placements = [RankPlacement(**record) for record in rendezvous.exchange("placement", placement.record())]
+    if (sentence := refusal(peers, placements)) is not None:
+        rendezvous.finish("placement")
         raise LaunchError(f"{place(task.rank, task.world_size)} {sentence}")
-    _use(seat.endpoint)
-    fallback, note = default_backend([seat.gpu for seat in seats])
+    _use(placement.endpoint)
+    fallback, note = default_backend([placement.gpu for placement in placements])
     if backend is None and note is not None and task.rank == 0:
         _say(f"gradsync: {note}")
-    line = announcement(task.rank, peers, seats, backend or fallback)
+    line = announcement(task.rank, peers, placements, backend or fallback)
     if line is not None:
         _say(line)
     form_group(backend or fallback, rendezvous, task, limit)
 
 
-def _take_seat(task: Task, peers: list[RankCard]) -> Seat:
+def _choose_placement(task: Task, peers: list[RankRecord]) -> RankPlacement:
     """This rank's interface and GPU, now that it is known who else is on this host."""
     network = peers[task.rank].network
     neighbours = [rank for rank, peer in enumerate(peers) if peer.network == network]
@@ -149,11 +149,11 @@ def _take_seat(task: Task, peers: list[RankCard]) -> Seat:
     try:
         endpoint = _endpoint(task, peers)
     except ValueError as error:
-        return Seat(None, "127.0.0.1", gpu, problem=str(error))
-    return Seat(endpoint.interface, endpoint.address, gpu, problem=None)
+        return RankPlacement(None, "127.0.0.1", gpu, problem=str(error))
+    return RankPlacement(endpoint.interface, endpoint.address, gpu, problem=None)
 
 
-def _endpoint(task: Task, peers: list[RankCard]) -> Endpoint:
+def _endpoint(task: Task, peers: list[RankRecord]) -> Endpoint:
     if names := os.environ.get(_IFNAME):
         return named_endpoint(names)
     me = peers[task.rank]

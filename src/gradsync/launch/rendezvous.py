@@ -44,7 +44,7 @@ T = TypeVar("T")
 Record = dict[str, Any]
 
 # How long rank 0, which may hold the store, stays for the others to read why it gives up.
-_FAREWELL_S = 2.0
+_FINISH_S = 2.0
 # How much longer the others wait than rank 0, so that its verdict reaches them before their own deadline.
 _GRACE_S = 1.0
 _FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.1
@@ -66,12 +66,12 @@ class Rendezvous:
         """Every rank's record, in the order of ranks. Through rank 0, so n ranks read n messages each."""
         return self._bounded(lambda: self._exchange(tag, record))
 
-    def farewell(self, tag: str) -> None:
+    def finish(self, tag: str) -> None:
         """Before rank 0 gives up: let the others read the records of `tag`, from which they see the same."""
         if self._task.rank == 0:
             self._bounded(lambda: self._await_seen(self.store, tag))
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         """End this rank's connections to the store: who waits in it, in C, learns that all is over."""
         cut(self._wires)
 
@@ -195,7 +195,7 @@ class Rendezvous:
     def _await_seen(self, store: Store, tag: str, absent: list[int] | None = None) -> None:
         ranks = set(range(1, self._task.world_size)) - set(absent or ())
         keys = [f"{tag}/seen/{rank}" for rank in sorted(ranks)]
-        self._await_keys(store, keys, _FAREWELL_S - self._clock.left())
+        self._await_keys(store, keys, _FINISH_S - self._clock.left())
 
     def _await_keys(self, store: Store, keys: list[str], more_s: float = 0.0) -> bool:
         """Whether they came within our bound, and so much more; False too when a rank of this host has ended."""
@@ -221,7 +221,7 @@ class Rendezvous:
 
         thread = threading.Thread(target=run, name="gradsync-launch", daemon=True)
         thread.start()
-        bound = Awake(max(0.0, self._clock.left()) + 2 * _FAREWELL_S)
+        bound = Awake(max(0.0, self._clock.left()) + 2 * _FINISH_S)
         while thread.is_alive() and not bound.over():
             self._clock.look()  # the thread may be in a call of several seconds
             thread.join(_LAST_POLL_S)

@@ -14,7 +14,7 @@ from gradsync.launch.interface import Endpoint
 
 
 @dataclass(frozen=True)
-class RankCard:
+class RankRecord:
     """Who a rank is: what it knows before it knows the others."""
 
     hostname: str
@@ -35,7 +35,7 @@ class RankCard:
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankPlacement:
     """Where a rank sits: its interface and GPU, or why it has none."""
 
     interface: str | None
@@ -51,15 +51,15 @@ class Seat:
         return asdict(self)
 
 
-def refusal(peers: Sequence[RankCard], seats: Sequence[Seat]) -> str | None:
+def refusal(peers: Sequence[RankRecord], placements: Sequence[RankPlacement]) -> str | None:
     """The sentence for which no group is made, or None."""
-    for rank, seat in enumerate(seats):
-        if seat.problem is not None:
-            return f"rank {rank} on host {peers[rank].name} cannot take part: {seat.problem}"
-    return _refuse_backends(peers, seats) or _refuse_loopback(peers, seats)
+    for rank, placement in enumerate(placements):
+        if placement.problem is not None:
+            return f"rank {rank} on host {peers[rank].name} cannot take part: {placement.problem}"
+    return _refuse_backends(peers, placements) or _refuse_loopback(peers, placements)
 
 
-def _refuse_backends(peers: Sequence[RankCard], seats: Sequence[Seat]) -> str | None:
+def _refuse_backends(peers: Sequence[RankRecord], placements: Sequence[RankPlacement]) -> str | None:
     asked = peers[0].backend
     for rank, peer in enumerate(peers):
         if peer.backend != asked:
@@ -68,34 +68,36 @@ def _refuse_backends(peers: Sequence[RankCard], seats: Sequence[Seat]) -> str | 
             )
     if asked is None or backends_by_device(asked).get("cuda") != "nccl":
         return None
-    for rank, seat in enumerate(seats):
-        if seat.gpu is None:
+    for rank, placement in enumerate(placements):
+        if placement.gpu is None:
             name = peers[rank].name
             return f"backend {asked!r} needs a GPU on every rank, and rank {rank} on host {name} has none"
-    if (sharing := shared_gpu([seat.gpu for seat in seats])) is not None:
+    if (sharing := shared_gpu([placement.gpu for placement in placements])) is not None:
         return (
             f"backend {asked!r} needs a GPU for every rank, and ranks {sharing[0]} and {sharing[1]} share "
-            f"{seats[sharing[0]].gpu}: start fewer ranks, or use backend='cpu:gloo,cuda:gloo'"
+            f"{placements[sharing[0]].gpu}: start fewer ranks, or use backend='cpu:gloo,cuda:gloo'"
         )
     return None
 
 
-def _refuse_loopback(peers: Sequence[RankCard], seats: Sequence[Seat]) -> str | None:
+def _refuse_loopback(peers: Sequence[RankRecord], placements: Sequence[RankPlacement]) -> str | None:
     if len({peer.network for peer in peers}) == 1:
         return None
-    for rank, seat in enumerate(seats):
-        if seat.endpoint.loopback:
+    for rank, placement in enumerate(placements):
+        if placement.endpoint.loopback:
             here = peers[rank]
             far, other = next((r, peer) for r, peer in enumerate(peers) if peer.network != here.network)
             return (
-                f"rank {rank} on host {here.name} would use gloo on {seat.endpoint}, which is loopback and "
+                f"rank {rank} on host {here.name} would use gloo on {placement.endpoint}, which is loopback and "
                 f"out of reach for rank {far} on host {other.name}: set GLOO_SOCKET_IFNAME there to the "
                 "interface between the hosts, or let /etc/hosts give the host's name its real address"
             )
     return None
 
 
-def announcement(rank: int, peers: Sequence[RankCard], seats: Sequence[Seat], backend: str) -> str | None:
+def announcement(
+    rank: int, peers: Sequence[RankRecord], placements: Sequence[RankPlacement], backend: str
+) -> str | None:
     """The line that the first rank of each host prints; None on the others."""
     here = (peers[rank].network, peers[rank].host)
     ranks = [r for r, peer in enumerate(peers) if (peer.network, peer.host) == here]
@@ -104,7 +106,7 @@ def announcement(rank: int, peers: Sequence[RankCard], seats: Sequence[Seat], ba
     noun = "rank" if len(ranks) == 1 else "ranks"
     return (
         f"gradsync: host {peers[rank].name}: {noun} {spans(ranks)} of {len(peers)}, "
-        f"gloo on {seats[rank].endpoint}, backend {backend}"
+        f"gloo on {placements[rank].endpoint}, backend {backend}"
     )
 
 

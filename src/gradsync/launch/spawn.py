@@ -39,7 +39,7 @@ from gradsync.errors import GradSyncError
 from gradsync.transport.awake_clock import Awake
 
 _HOLD_S = 1.0  # a rank that failed lives on this long, so that peers can read what it sent before
-_TALK_S = 5.0  # for the rest of an answer, when its rank has ended
+_ANSWER_S = 5.0  # for the rest of an answer, when its rank has ended
 _SLICE_S = 0.25
 _GRACE_S = 20.0  # after a failure the others have this long to fail too; longer than Guard.dead_after
 
@@ -48,7 +48,7 @@ class RankFailed(GradSyncError):
     """One or more ranks raised, died or did not finish; the message holds every rank's traceback."""
 
 
-class Outcome(NamedTuple):
+class RankOutcome(NamedTuple):
     """How a rank ended: with a value, a traceback, or an exit code."""
 
     ok: bool
@@ -86,7 +86,7 @@ class RankPool:
 
     def outcomes(
         self, fn: Callable[..., Any], *args: Any, ranks: int | None = None, timeout: float = 60
-    ) -> list[Outcome]:
+    ) -> list[RankOutcome]:
         """How each rank ended; raises for no rank's failure."""
         world_size = self.ranks if ranks is None else ranks
         if not 1 <= world_size <= self.ranks:
@@ -132,10 +132,10 @@ class RankPool:
             worker = self._workers[rank] = _Worker(rank, self._folder.name, self._context)
         return worker
 
-    def _collect(self, workers: list[_Worker], timeout: float) -> list[Outcome]:
+    def _collect(self, workers: list[_Worker], timeout: float) -> list[RankOutcome]:
         """Wait for all; once one failed the others get a while to fail by themselves."""
         bound = Awake(timeout)
-        outcomes: dict[int, Outcome] = {}
+        outcomes: dict[int, RankOutcome] = {}
         while len(outcomes) < len(workers) and (left := bound.left()) > 0:
             pending = [rank for rank in range(len(workers)) if rank not in outcomes]
             ready = wait([h for r in pending for h in workers[r].handles()], timeout=min(left, _SLICE_S))
@@ -148,7 +148,7 @@ class RankPool:
         for rank, worker in enumerate(workers):
             if rank not in outcomes:
                 text = f"did not finish within {waited:.0f} s; its stacks:\n{worker.stacks()}"
-                outcomes[rank] = Outcome(False, None, text)
+                outcomes[rank] = RankOutcome(False, None, text)
         if not all(outcome.ok for outcome in outcomes.values()):
             # A rank that failed may hold half-dead groups: none of them is used again.
             for rank, worker in enumerate(workers):
@@ -179,7 +179,7 @@ class _Worker:
 
     def __init__(self, rank: int, folder: str, context: SpawnContext | ForkServerContext) -> None:
         self._connection, theirs = context.Pipe()
-        self._talk: _Talk | None = None
+        self._job_thread: _JobThread | None = None
         self._stacks = Path(folder) / f"stacks-{rank}-{time.monotonic_ns()}"
         self._process = context.Process(target=_serve, args=(theirs, str(self._stacks)), name=f"gradsync-rank-{rank}")
         with _interrupts_held():
@@ -204,23 +204,23 @@ class _Worker:
                 f"{job[0]!r} cannot reach the ranks ({error}): define it at the top of a module, "
                 "since every rank is a new process that imports it"
             ) from None
-        self._talk = _Talk(self._connection, content)
+        self._job_thread = _JobThread(self._connection, content)
 
     def handles(self) -> list[Any]:
-        assert self._talk is not None
-        return [self._talk.over, self._process.sentinel]
+        assert self._job_thread is not None
+        return [self._job_thread.over, self._process.sentinel]
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> RankOutcome:
         """How it ended: by what it said last, or by its exit code."""
-        assert self._talk is not None
-        if (answer := self._talk.answer()) is not None:
+        assert self._job_thread is not None
+        if (answer := self._job_thread.answer()) is not None:
             return answer
-        self._process.join(_TALK_S)
+        self._process.join(_ANSWER_S)
         code = self._process.exitcode
         if code is None:
-            return Outcome(False, None, "the process has hung up and does not end")
+            return RankOutcome(False, None, "the process has hung up and does not end")
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        return Outcome(False, None, f"the process was {how}" if code < 0 else f"the process {how}")
+        return RankOutcome(False, None, f"the process was {how}" if code < 0 else f"the process {how}")
 
     def stacks(self) -> str:
         """Every thread's Python stack, written by the process itself on SIGUSR1."""
@@ -242,34 +242,34 @@ class _Worker:
     def kill(self) -> None:
         self._process.kill()
         self._process.join()
-        if self._talk is not None:
-            self._talk.answer()  # which ends, as the other end of its pipe has
+        if self._job_thread is not None:
+            self._job_thread.answer()  # which ends, as the other end of its pipe has
         self._connection.close()
 
 
-class _Talk:
+class _JobThread:
     """A job on its way to a process, and the answer on its way back."""
 
     def __init__(self, connection: Connection, job: memoryview) -> None:
         self.over, self._done = multiprocessing.Pipe(duplex=False)  # `over` is readable when it has ended
-        self._answer: Outcome | None = None
+        self._answer: RankOutcome | None = None
         self._thread = threading.Thread(target=self._run, args=(connection, job), name="gradsync-talk", daemon=True)
         self._thread.start()
 
-    def answer(self) -> Outcome | None:
+    def answer(self) -> RankOutcome | None:
         """None if there is none, as the process has ended. Not waited for for ever: its children may hold the pipe."""
-        self._thread.join(_TALK_S)
+        self._thread.join(_ANSWER_S)
         self.over.close()
         return self._answer
 
     def _run(self, connection: Connection, job: memoryview) -> None:
         try:
             connection.send_bytes(job)
-            self._answer = Outcome(*connection.recv())
+            self._answer = RankOutcome(*connection.recv())
         except (EOFError, OSError):
             pass
         except Exception as error:
-            self._answer = Outcome(False, None, f"what it returned cannot be read here: {error}")
+            self._answer = RankOutcome(False, None, f"what it returned cannot be read here: {error}")
         finally:
             self._done.close()
 

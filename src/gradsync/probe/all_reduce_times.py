@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from gradsync.exchange.routes import SharedRoute
-from gradsync.probe.probe_group import Crew
+from gradsync.probe.probe_group import ProbeGroup
 from gradsync.transport.groups import BRIDGE, HOUSE
 from gradsync.transport.pending import Errand
 from gradsync.transport.shared_memory import Team
@@ -40,7 +40,7 @@ class Caller(Protocol):
         """On the lane's thread: reduce so many bytes so many times; the seconds of each."""
 
 
-class Timed(NamedTuple):
+class TimedCall(NamedTuple):
     """What one call took, as all ranks know it."""
 
     nbytes: int
@@ -69,33 +69,33 @@ FULL, BRIEF = SweepTime(size_s=0.1, whole_s=2.0, most=12), SweepTime(size_s=0.1,
 class BackendSums:
     """The backend's own all-reduce over one of the lane's channels, as buckets use it."""
 
-    def __init__(self, crew: Crew, channel: str, teams: Sequence[tuple[int, ...]], what: str) -> None:
+    def __init__(self, group: ProbeGroup, channel: str, teams: Sequence[tuple[int, ...]], what: str) -> None:
         self.what, self.teams = what, teams
-        self._crew = crew
-        self._channel = crew.lane.groups.data.get(channel)
+        self._group = group
+        self._channel = group.lane.groups.data.get(channel)
 
     def run(self, nbytes: int, times: int) -> list[float]:
-        flat = torch.zeros(nbytes // 4, dtype=torch.float32, device=self._crew.wire)
+        flat = torch.zeros(nbytes // 4, dtype=torch.float32, device=self._group.wire)
         return [self._reduce(flat) for _ in range(times)]
 
     def _reduce(self, flat: torch.Tensor) -> float:
         assert self._channel is not None
         begun = time.perf_counter()
         self._channel.sum(flat).wait()  # whoever waits for this thread gives up, and the lane's end ends this
-        self._crew.settle()
+        self._group.settle()
         return time.perf_counter() - begun
 
 
-class Memory:
+class SharedMemorySums:
     """Sums in the memory that the ranks of a host share."""
 
     what = "the measurement of shared memory"
 
-    def __init__(self, crew: Crew, team: Team, teams: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, group: ProbeGroup, team: Team, teams: Sequence[tuple[int, ...]]) -> None:
         """Every rank of the group calls this at once."""
         self.teams = teams
-        self._route = SharedRoute(crew.lane, team)
-        sizes = _BRIEF if crew.brief else _FITTED
+        self._route = SharedRoute(group.lane, team)
+        sizes = _BRIEF if group.brief else _FITTED
         self._memory = team.allocate(max(sizes)).view(torch.float32)
 
     def run(self, nbytes: int, times: int) -> list[float]:
@@ -109,39 +109,39 @@ class Memory:
         return pending.finished_at - pending.launched_at
 
 
-def across(crew: Crew) -> BackendSums:
+def across(group: ProbeGroup) -> BackendSums:
     """One rank of each host."""
-    firsts = tuple(host[0] for host in crew.hosts)
-    return BackendSums(crew, BRIDGE, [firsts], "the measurement of the links between hosts")
+    firsts = tuple(host[0] for host in group.hosts)
+    return BackendSums(group, BRIDGE, [firsts], "the measurement of the links between hosts")
 
 
-def inside(crew: Crew) -> BackendSums:
+def inside(group: ProbeGroup) -> BackendSums:
     """The ranks of each host, without shared memory."""
-    return BackendSums(crew, HOUSE, crew.full_hosts, "the measurement of the links inside hosts")
+    return BackendSums(group, HOUSE, group.full_hosts, "the measurement of the links inside hosts")
 
 
-def sweep(crew: Crew, caller: Caller) -> list[Timed]:
+def sweep(group: ProbeGroup, caller: Caller) -> list[TimedCall]:
     """Time calls of rising size, as many as time allows; every rank of the group calls this, all get the same.
 
     In passes, so that a disturbance does not hit all calls of a size.
     """
-    together(crew, caller, 64, _WARM_UP)
-    timed = [each for _ in range(1 if crew.brief else _PASSES) for each in _pass(crew, caller)]
+    together(group, caller, 64, _WARM_UP)
+    timed = [each for _ in range(1 if group.brief else _PASSES) for each in _pass(group, caller)]
     largest = max(each.nbytes for each in timed)  # never kept back: the fit ends with it
     return [each._replace(checks=each.checks and each.nbytes < largest) for each in timed]
 
 
-def _pass(crew: Crew, caller: Caller) -> list[Timed]:
-    pace = BRIEF if crew.brief else FULL
-    timed: list[Timed] = []
+def _pass(group: ProbeGroup, caller: Caller) -> list[TimedCall]:
+    pace = BRIEF if group.brief else FULL
+    timed: list[TimedCall] = []
     known: list[tuple[int, float]] = []  # sizes and their medians
-    for nbytes in sorted(_BRIEF) if crew.brief else sorted({*_FITTED, *_CHECKS}):
+    for nbytes in sorted(_BRIEF) if group.brief else sorted({*_FITTED, *_CHECKS}):
         expected_s = _expected(known, nbytes)
         spent_s = sum(each.seconds for each in timed)
         if len(known) >= _LEAST_SIZES and spent_s + 4 * expected_s > pace.whole_s:
             break
-        seconds = together(crew, caller, nbytes, pace.times(expected_s))
-        timed += [Timed(nbytes, each, nbytes in _CHECKS and not crew.brief) for each in seconds]
+        seconds = together(group, caller, nbytes, pace.times(expected_s))
+        timed += [TimedCall(nbytes, each, nbytes in _CHECKS and not group.brief) for each in seconds]
         known.append((nbytes, median(seconds)))
     return timed
 
@@ -158,27 +158,27 @@ def _expected(known: Sequence[tuple[int, float]], nbytes: int) -> float:
     return last_s + max(0.0, last_s - before_s) / (last - before) * (nbytes - last)
 
 
-def together(crew: Crew, caller: Caller, nbytes: int, times: int) -> list[float]:
+def together(group: ProbeGroup, caller: Caller, nbytes: int, times: int) -> list[float]:
     """What each of so many calls took: the shortest time of a team's ranks, in the middle of all teams."""
-    crew.meet()
-    seconds = call(crew, caller, nbytes, times) if takes_part(crew, caller) else [math.nan] * times
-    rows = crew.tell(seconds)
+    group.meet()
+    seconds = call(group, caller, nbytes, times) if takes_part(group, caller) else [math.nan] * times
+    rows = group.tell(seconds)
     by_team = [[min(rows[rank][call] for rank in team) for call in range(times)] for team in caller.teams]
     return [median(column) for column in zip(*by_team, strict=True)]
 
 
-def takes_part(crew: Crew, caller: Caller) -> bool:
-    return any(crew.rank in team for team in caller.teams)
+def takes_part(group: ProbeGroup, caller: Caller) -> bool:
+    return any(group.rank in team for team in caller.teams)
 
 
-def call(crew: Crew, caller: Caller, nbytes: int, times: int) -> list[float]:
+def call(group: ProbeGroup, caller: Caller, nbytes: int, times: int) -> list[float]:
     """What so many calls took on this rank."""
     seconds: list[float] = []
-    crew.lane.wait(start(crew, caller, nbytes, times, seconds))
+    group.lane.wait(start(group, caller, nbytes, times, seconds))
     return seconds
 
 
-def start(crew: Crew, caller: Caller, nbytes: int, times: int, seconds: list[float]) -> Errand:
+def start(group: ProbeGroup, caller: Caller, nbytes: int, times: int, seconds: list[float]) -> Errand:
     """Have the lane's thread make these calls, and put down what each took.
 
     Before them goes a load that is not timed: the first call is never like the others, and where a token bucket lets
@@ -190,4 +190,4 @@ def start(crew: Crew, caller: Caller, nbytes: int, times: int, seconds: list[flo
         caller.run(load, 1)
         seconds.extend(caller.run(nbytes, times))
 
-    return crew.lane.send(run, caller.what, 0)
+    return group.lane.send(run, caller.what, 0)

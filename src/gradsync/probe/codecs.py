@@ -19,7 +19,7 @@ from gradsync.compress.toml import canonical
 from gradsync.compress.topk import topk
 from gradsync.exchange.bucket_route import Lap, RoutedBucket, laps_of
 from gradsync.exchange.flat import FlatBucket, Form, Item, lay_out
-from gradsync.probe.probe_group import Crew
+from gradsync.probe.probe_group import ProbeGroup
 
 _COMPRESSORS: tuple[Compressor, ...] = (
     *(bf16(), fp16(), int8(), int4(), sign()),
@@ -41,48 +41,48 @@ class _Alone:
         return torch.zeros(shape, dtype=torch.uint8, device=device)
 
 
-def codec_speeds(crew: Crew) -> tuple[CodecSpeed, ...]:
+def codec_speeds(group: ProbeGroup) -> tuple[CodecSpeed, ...]:
     """Seconds per byte of gradient of every compressor, while all ranks are at it; all get the same."""
-    return tuple(_speed(crew, compressor) for compressor in _COMPRESSORS)
+    return tuple(_speed(group, compressor) for compressor in _COMPRESSORS)
 
 
-def _speed(crew: Crew, compressor: Compressor) -> CodecSpeed:
+def _speed(group: ProbeGroup, compressor: Compressor) -> CodecSpeed:
     """By the byte from a few large parameters, by the parameter from many small ones of unlike shapes."""
     nbytes = 4 * _NUM_LARGE * math.prod(_LARGE)
-    stages = [seconds / nbytes for seconds in _bucket_s(crew, compressor, [_LARGE] * _NUM_LARGE)]
-    whole_s = sum(_bucket_s(crew, compressor, list(_SMALL)))
+    stages = [seconds / nbytes for seconds in _bucket_s(group, compressor, [_LARGE] * _NUM_LARGE)]
+    whole_s = sum(_bucket_s(group, compressor, list(_SMALL)))
     item_s = (whole_s - sum(stages) * 4 * sum(map(math.prod, _SMALL))) / len(_SMALL)
     kind = str(canonical(compressor)["kind"])
     return CodecSpeed(kind, stages[0], stages[-1], sum(stages[1:-1]), max(0.0, item_s))
 
 
-def _bucket_s(crew: Crew, compressor: Compressor, shapes: list[tuple[int, int]]) -> list[float]:
+def _bucket_s(group: ProbeGroup, compressor: Compressor, shapes: list[tuple[int, int]]) -> list[float]:
     """Seconds of each lap of a bucket of such parameters; all ranks get the same."""
-    weights = [torch.empty(shape, dtype=torch.float32, device=crew.device) for shape in shapes]
+    weights = [torch.empty(shape, dtype=torch.float32, device=group.device) for shape in shapes]
     items, form = lay_out([Item.like(f"weight {i}", weight) for i, weight in enumerate(weights)], align_nbytes=1)
     choice = compressor.choose(items[0].param)
     assert choice.codec is not None
     # Neither from the user's random state nor in the user's default dtype or on the default device.
     generator = torch.Generator("cpu").manual_seed(0)
-    gradient = torch.randn(form.numel, generator=generator, dtype=torch.float32, device="cpu").to(crew.device)
+    gradient = torch.randn(form.numel, generator=generator, dtype=torch.float32, device="cpu").to(group.device)
     flat_bucket = FlatBucket(0, gradient.clone(), items, choice)
     flat_bucket.begin_keeping()
-    laps = laps_of(choice.codec.rounds(RoutedBucket(flat_bucket, _Alone(), crew.wire)), rank=0)
+    laps = laps_of(choice.codec.rounds(RoutedBucket(flat_bucket, _Alone(), group.wire)), rank=0)
     steps: list[list[float]] = []
-    crew.meet()
-    for step in range(3 if crew.brief else 8):
+    group.meet()
+    for step in range(3 if group.brief else 8):
         flat_bucket.flat.copy_(gradient)
-        steps.append([_lap_s(crew, lap, step) for lap in laps])
+        steps.append([_lap_s(group, lap, step) for lap in laps])
     mine = [median(lap) for lap in zip(*steps[1:], strict=True)]  # the first one is never like the others
-    return [median(each) for each in zip(*crew.tell(mine), strict=True)]
+    return [median(each) for each in zip(*group.tell(mine), strict=True)]
 
 
-def _lap_s(crew: Crew, lap: Lap, step: int) -> float:
+def _lap_s(group: ProbeGroup, lap: Lap, step: int) -> float:
     """Seconds before the first round, between two, or after the last; of a core, where it is one that works."""
-    clock = time.thread_time if crew.device.type == "cpu" else time.perf_counter
-    crew.settle()
+    clock = time.thread_time if group.device.type == "cpu" else time.perf_counter
+    group.settle()
     begun = clock()
     for run in lap.computing:
         run(step)
-    crew.settle()
+    group.settle()
     return clock() - begun

@@ -26,12 +26,12 @@ import torch.distributed as dist
 from gradsync.cluster import Cluster, Device
 from gradsync.exchange.routes import NativeRoute, SharedRoute
 from gradsync.planner.catalogue import DEVICES
-from gradsync.probe.all_reduce_times import BackendSums, Caller, Memory, Timed, across, inside, sweep
+from gradsync.probe.all_reduce_times import BackendSums, Caller, SharedMemorySums, TimedCall, across, inside, sweep
 from gradsync.probe.codecs import codec_speeds
 from gradsync.probe.fit import Fit, TimedMessage, fit, memory_message, ring_message
 from gradsync.probe.pairs import measure_neighbours, slow_links
-from gradsync.probe.probe_group import Crew, gather_crew
-from gradsync.probe.processor import Labour, burden, examine, unlike_the_others
+from gradsync.probe.probe_group import ProbeGroup, open_probe_group
+from gradsync.probe.processor import ComputeLoad, examine, processor_share, slow_rank_warnings
 
 
 @dataclass(frozen=True)
@@ -75,24 +75,24 @@ def measure(parent: dist.ProcessGroup, tick: Tick | None = None, brief: bool = F
     if parent.size() < 2:
         raise ValueError("there is nothing to measure between the ranks of a group of 1; start at least 2")
     done = tick or (lambda stage: None)
-    with gather_crew(parent, brief) as crew:
+    with open_probe_group(parent, brief) as group:
         done("meet")
-        labour = Labour(crew)
-        processor = examine(crew, labour)
+        compute = ComputeLoad(group)
+        processor = examine(group, compute)
         done("compute")
-        codecs = codec_speeds(crew)
+        codecs = codec_speeds(group)
         done("codecs")
-        tiers = _measure_tiers(crew, labour, done)
-        call_s = _call_s(crew)
-        pairs = measure_neighbours(crew) if len(crew.hosts) > 2 and not brief else []
+        tiers = _measure_tiers(group, compute, done)
+        call_s = _call_s(group)
+        pairs = measure_neighbours(group) if len(group.hosts) > 2 and not brief else []
         done("neighbours")
-        warnings = (*unlike_the_others(processor, crew.name_of), *slow_links(pairs, crew.name_of_host))
-        name = _device_name(crew)
+        warnings = (*slow_rank_warnings(processor, group.name_of), *slow_links(pairs, group.name_of_host))
+        name = _device_name(group)
         known = _of_catalogue(name)
-        flops = median(crew.tell_one(labour.flops()))  # every rank takes part, also where the catalogue knows better
+        flops = median(group.tell_one(compute.flops()))  # every rank takes part, also where the catalogue knows better
         device = Device(
             name=name,
-            kind="gpu" if crew.device.type == "cuda" else "cpu",
+            kind="gpu" if group.device.type == "cuda" else "cpu",
             flops=known.flops if known is not None else flops,
             memory_nbytes=known.memory_nbytes if known is not None else 0.0,
             memory_bandwidth=processor.memory_bandwidth,
@@ -101,78 +101,78 @@ def measure(parent: dist.ProcessGroup, tick: Tick | None = None, brief: bool = F
             call_s=call_s,
             jitter=processor.jitter,
         )
-        return ProbeFindings(_cluster(crew, tiers, device), tiers, warnings)
+        return ProbeFindings(_cluster(group, tiers, device), tiers, warnings)
 
 
-def _measure_tiers(crew: Crew, labour: Labour, done: Tick) -> dict[str, Fit]:
+def _measure_tiers(group: ProbeGroup, compute: ComputeLoad, done: Tick) -> dict[str, Fit]:
     tiers: dict[str, Fit] = {}
-    if len(crew.hosts) > 1:
-        tiers["across"] = _fit_wires(crew, labour, across(crew))
+    if len(group.hosts) > 1:
+        tiers["across"] = _fit_wires(group, compute, across(group))
     done("across")
-    if crew.full_hosts:
-        tiers["inside"] = _fit_wires(crew, labour, inside(crew))
+    if group.full_hosts:
+        tiers["inside"] = _fit_wires(group, compute, inside(group))
     done("inside")
-    if crew.lane.team is not None and crew.on_host:
-        shared = Memory(crew, crew.lane.team, crew.full_hosts)
-        timed = sweep(crew, shared)
+    if group.lane.team is not None and group.on_host:
+        shared = SharedMemorySums(group, group.lane.team, group.full_hosts)
+        timed = sweep(group, shared)
         samples = [TimedMessage(*memory_message(each.nbytes, each.seconds), each.checks) for each in timed]
-        tiers["memory"] = fit(samples, _load(crew, labour, shared, timed))
+        tiers["memory"] = fit(samples, _load(group, compute, shared, timed))
     done("memory")
     return tiers
 
 
-def _fit_wires(crew: Crew, labour: Labour, wires: BackendSums) -> Fit:
-    timed, num_ranks = sweep(crew, wires), len(wires.teams[0])
+def _fit_wires(group: ProbeGroup, compute: ComputeLoad, wires: BackendSums) -> Fit:
+    timed, num_ranks = sweep(group, wires), len(wires.teams[0])
     samples = [TimedMessage(*ring_message(each.nbytes, each.seconds, num_ranks), each.checks) for each in timed]
-    return fit(samples, _load(crew, labour, wires, timed))
+    return fit(samples, _load(group, compute, wires, timed))
 
 
-def _load(crew: Crew, labour: Labour, caller: Caller, timed: list[Timed]) -> float:
+def _load(group: ProbeGroup, compute: ComputeLoad, caller: Caller, timed: list[TimedCall]) -> float:
     """While large messages are on their way: the largest that do not take long."""
     by_size = {each.nbytes: each.seconds for each in sorted(timed, key=lambda each: -each.seconds)}
     nbytes = max((size for size, seconds in by_size.items() if seconds <= _LONG_S), default=min(by_size))
-    return burden(crew, labour, caller, nbytes, by_size[nbytes])
+    return processor_share(group, compute, caller, nbytes, by_size[nbytes])
 
 
-def _call_s(crew: Crew) -> float:
+def _call_s(group: ProbeGroup) -> float:
     """What it takes to start the sum of a bucket, and to learn that it is there."""
-    team = crew.lane.team if crew.lane.one_host and crew.on_host else None
-    route = NativeRoute(crew.lane) if team is None else SharedRoute(crew.lane, team)
-    flat = torch.zeros(_TINY_NUMEL, dtype=torch.float32, device=crew.wire)
-    crew.meet()
-    mine = [_call_once(crew, route, flat) for _ in range(_TINY_CALLS)]
-    return median(median(row) for row in crew.tell(mine))
+    team = group.lane.team if group.lane.one_host and group.on_host else None
+    route = NativeRoute(group.lane) if team is None else SharedRoute(group.lane, team)
+    flat = torch.zeros(_TINY_NUMEL, dtype=torch.float32, device=group.wire)
+    group.meet()
+    mine = [_call_once(group, route, flat) for _ in range(_TINY_CALLS)]
+    return median(median(row) for row in group.tell(mine))
 
 
-def _call_once(crew: Crew, route: NativeRoute | SharedRoute, flat: torch.Tensor) -> float:
+def _call_once(group: ProbeGroup, route: NativeRoute | SharedRoute, flat: torch.Tensor) -> float:
     begun = time.perf_counter()
     pending = route.launch(flat, 0)
     launched = time.perf_counter()
-    crew.lane.wait(pending)
+    group.lane.wait(pending)
     late_s = max(0.0, time.perf_counter() - pending.finished_at) if pending.on_host else 0.0
     return launched - begun + late_s
 
 
-def _cluster(crew: Crew, tiers: dict[str, Fit], device: Device) -> Cluster:
+def _cluster(group: ProbeGroup, tiers: dict[str, Fit], device: Device) -> Cluster:
     """A tier that is not there (one host, or one rank on each) is taken to be like the other one."""
     inner, outer = tiers.get("inside"), tiers.get("across")
     links = [each.link for each in (inner or outer, outer or inner) if each is not None]
     memory = tiers.get("memory")
     return Cluster(
-        crew.hosts,
+        group.hosts,
         inside=links[0],
         across=links[1],
         memory=None if memory is None else memory.link,
-        backend="gloo" if crew.on_host else "nccl",
+        backend="gloo" if group.on_host else "nccl",
         device=device,
         calibrated=True,
-        name=_name(crew),
+        name=_name(group),
     )
 
 
-def _name(crew: Crew) -> str:
-    count = len(crew.hosts)
-    return f"{crew.size} ranks on {'one host' if count == 1 else f'{count} hosts'}, {crew.name_of_host(0)} the first"
+def _name(group: ProbeGroup) -> str:
+    count = len(group.hosts)
+    return f"{group.size} ranks on {'one host' if count == 1 else f'{count} hosts'}, {group.name_of_host(0)} the first"
 
 
 def _of_catalogue(name: str) -> Device | None:
@@ -186,7 +186,7 @@ def _of_catalogue(name: str) -> Device | None:
     return DEVICES[max(fitting, key=len)].device if fitting else None
 
 
-def _device_name(crew: Crew) -> str:
+def _device_name(group: ProbeGroup) -> str:
     """Rank 0's, which all agree on."""
-    name = torch.cuda.get_device_name(crew.device) if crew.device.type == "cuda" else "cpu"
-    return crew.lane.exchange(name.encode()[:64].ljust(64), "the names of the devices")[0].decode().strip()
+    name = torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else "cpu"
+    return group.lane.exchange(name.encode()[:64].ljust(64), "the names of the devices")[0].decode().strip()

@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from math import ceil
 from typing import NamedTuple
 
-from gradsync.probe.probe_group import Crew
+from gradsync.probe.probe_group import ProbeGroup
 from gradsync.transport.link_speed import measure_pairs
 from gradsync.units import show_bits
 
 _SLOW = 0.5  # of what the faster quarter has
 
 
-class Pair(NamedTuple):
+class HostPair(NamedTuple):
     """Two hosts, by index, and the bytes per second from the first to the second."""
 
     first: int
@@ -38,22 +38,23 @@ def rounds_of(num_hosts: int) -> list[list[tuple[int, int]]]:
     return [some for some in (pairs[::2], pairs[1::2], alone) if some]
 
 
-def measure_neighbours(crew: Crew) -> list[Pair]:
+def measure_neighbours(group: ProbeGroup) -> list[HostPair]:
     """Every pair's bandwidth; every rank of the group calls this, all get the same."""
-    pairs: list[Pair] = []
-    for together in rounds_of(len(crew.hosts)):
-        links = measure_pairs(crew.lane, [(crew.hosts[a][0], crew.hosts[b][0]) for a, b in together])
-        pairs += [Pair(a, b, link.bandwidth) for (a, b), link in zip(together, links, strict=True)]
+    pairs: list[HostPair] = []
+    for together in rounds_of(len(group.hosts)):
+        links = measure_pairs(group.lane, [(group.hosts[a][0], group.hosts[b][0]) for a, b in together])
+        pairs += [HostPair(a, b, link.bandwidth) for (a, b), link in zip(together, links, strict=True)]
     return pairs
 
 
-def slow_links(pairs: Sequence[Pair], name_of_host: Callable[[int], str]) -> list[str]:
+def slow_links(pairs: Sequence[HostPair], name_of_host: Callable[[int], str]) -> list[str]:
     """A sentence for each host whose links are all slow, and for each other slow link.
 
     >>> fast, slow = 9.4e9 / 8, 1.1e9 / 8
-    >>> slow_links([Pair(0, 1, fast), Pair(1, 2, slow), Pair(2, 3, fast), Pair(3, 0, fast)], "abcd".__getitem__)
+    >>> ring = [HostPair(0, 1, fast), HostPair(1, 2, slow), HostPair(2, 3, fast), HostPair(3, 0, fast)]
+    >>> slow_links(ring, "abcd".__getitem__)
     ['b ↔ c: 1.1 Gbit/s, the others have 9.4 Gbit/s']
-    >>> slow_links([Pair(0, 1, slow), Pair(1, 2, slow), Pair(2, 0, fast)], "abc".__getitem__)
+    >>> slow_links([HostPair(0, 1, slow), HostPair(1, 2, slow), HostPair(2, 0, fast)], "abc".__getitem__)
     ['b: 1.1 Gbit/s to its neighbours, the others have 9.4 Gbit/s']
     """
     if len(pairs) < 2:

@@ -27,8 +27,8 @@ _NAME_NBYTES = 64
 _BOARD_NBYTES = 64
 
 
-class Crew:
-    """This rank's part in a crew."""
+class ProbeGroup:
+    """The lane of the ranks that measure together, as one of them sees it."""
 
     def __init__(self, parent: dist.ProcessGroup, brief: bool) -> None:
         """Every rank of the group calls this at once."""
@@ -101,22 +101,22 @@ class Crew:
 
 
 @contextmanager
-def gather_crew(parent: dist.ProcessGroup, brief: bool) -> Iterator[Crew]:
-    """A crew of the members of `parent`, each with one torch thread meanwhile; all call this at once."""
+def open_probe_group(parent: dist.ProcessGroup, brief: bool) -> Iterator[ProbeGroup]:
+    """A probe group of the members of `parent`, each with one torch thread meanwhile; all call this at once."""
     threads = torch.get_num_threads()
-    crew = Crew(parent, brief)
+    group = ProbeGroup(parent, brief)
     torch.set_num_threads(1)
     try:
-        yield crew
-        crew.meet()  # nobody leaves while somebody still measures
+        yield group
+        group.meet()  # nobody leaves while somebody still measures
     except BaseException as error:
         if not isinstance(error, GradSyncError):  # else the lane has said it already
-            crew.lane.fail()
-        crew.lane.close(together=False)
+            group.lane.fail()
+        group.lane.close(together=False)
         raise
     finally:
         torch.set_num_threads(threads)
-    crew.lane.close(together=True)
+    group.lane.close(together=True)
 
 
 def _device(parent: dist.ProcessGroup) -> torch.device:

@@ -19,13 +19,13 @@ from typing import NamedTuple
 import torch
 
 from gradsync.probe.all_reduce_times import Caller, call, start, takes_part
-from gradsync.probe.probe_group import Crew
+from gradsync.probe.probe_group import ProbeGroup
 
 _BURST_S = 0.01
 _SPELL_S, _BRIEF_SPELL_S = 0.5, 0.2
 _WHOLE_CORE = 0.9
 _SLOW_RANK = 1.15
-_RESTLESS = 0.1
+_UNSTEADY = 0.1
 _COPY_NBYTES, _BRIEF_COPY_NBYTES = 64 << 20, 16 << 20
 _SIDE = {"cpu": 192, "cuda": 2048}  # three such matrices fit into a core's cache; on a GPU they fill it
 
@@ -39,17 +39,17 @@ class ProcessorTimes(NamedTuple):
     medians: tuple[float, ...]  # seconds of a burst, by rank
 
 
-class Labour:
+class ComputeLoad:
     """Matrix products; a burst is some ten milliseconds of them, the same number on every rank."""
 
-    def __init__(self, crew: Crew, portions: int | None = None) -> None:
+    def __init__(self, group: ProbeGroup, portions: int | None = None) -> None:
         """Every rank of the group calls this at once; `portions` make a burst, None: as many as take that long."""
-        side = _SIDE[crew.device.type]
-        self._crew = crew
+        side = _SIDE[group.device.type]
+        self._group = group
         # A generator of its own: what the user's model draws next must not depend on whether anybody measured.
-        generator = torch.Generator(crew.device).manual_seed(0)
+        generator = torch.Generator(group.device).manual_seed(0)
         self._operands = [
-            torch.rand(side, side, generator=generator, dtype=torch.float32, device=crew.device) for _ in range(2)
+            torch.rand(side, side, generator=generator, dtype=torch.float32, device=group.device) for _ in range(2)
         ]
         self._out = torch.empty_like(self._operands[0])
         self.portion()
@@ -57,11 +57,11 @@ class Labour:
 
     def _calibrate(self) -> int:
         portion_s = median(_timed(self.portion) for _ in range(20))
-        return max(1, round(_BURST_S / median(self._crew.tell_one(portion_s))))
+        return max(1, round(_BURST_S / median(self._group.tell_one(portion_s))))
 
     def portion(self) -> None:
         torch.mm(*self._operands, out=self._out)
-        self._crew.settle()
+        self._group.settle()
 
     def burst(self) -> None:
         for _ in range(self.portions):
@@ -85,21 +85,21 @@ class Labour:
         return self.rate(lambda: time.perf_counter() < deadline)
 
 
-def examine(crew: Crew, labour: Labour) -> ProcessorTimes:
+def examine(group: ProbeGroup, compute: ComputeLoad) -> ProcessorTimes:
     """Cores, jitter and memory of the ranks; every rank of the group calls this, all get the same."""
-    cores = _cores(crew)
+    cores = _cores(group)
     # Where ranks take turns on the cores, who waits in one burst has the core in the next: that is no jitter.
     clock = time.thread_time if cores < _WHOLE_CORE else time.perf_counter
-    crew.meet()
-    bursts = crew.tell([_timed(labour.burst, clock) for _ in range(20 if crew.brief else 60)])
+    group.meet()
+    bursts = group.tell([_timed(compute.burst, clock) for _ in range(20 if group.brief else 60)])
     medians = tuple(median(row) for row in bursts)
-    return ProcessorTimes(cores, jitter_of(bursts), _copy_bandwidth(crew), medians)
+    return ProcessorTimes(cores, jitter_of(bursts), _copy_bandwidth(group), medians)
 
 
-def unlike_the_others(processor: ProcessorTimes, name_of: Callable[[int], str]) -> list[str]:
+def slow_rank_warnings(processor: ProcessorTimes, name_of: Callable[[int], str]) -> list[str]:
     """A sentence for each rank that is slower than the others, and one if all are restless.
 
-    >>> unlike_the_others(ProcessorTimes(1.0, 0.01, 1e10, (0.010, 0.010, 0.013)), "rank {} on host b".format)
+    >>> slow_rank_warnings(ProcessorTimes(1.0, 0.01, 1e10, (0.010, 0.010, 0.013)), "rank {} on host b".format)
     ['rank 2 on host b computes 1.3 times as slowly as the others']
     """
     said = []
@@ -107,7 +107,7 @@ def unlike_the_others(processor: ProcessorTimes, name_of: Callable[[int], str]) 
         others = median(each for other, each in enumerate(processor.medians) if other != rank)
         if seconds > _SLOW_RANK * others:
             said.append(f"{name_of(rank)} computes {seconds / others:.1f} times as slowly as the others")
-    if processor.jitter > _RESTLESS:
+    if processor.jitter > _UNSTEADY:
         said.append(
             f"equal computations take unequally long, by {100 * processor.jitter:.0f} %: something else runs here, "
             "or the processor changes its pace"
@@ -129,25 +129,25 @@ def jitter_of(bursts: Sequence[Sequence[float]]) -> float:
     return (relative[round(0.84 * last)] - relative[round(0.16 * last)]) / 2
 
 
-def _cores(crew: Crew) -> float:
+def _cores(group: ProbeGroup) -> float:
     """How many cores a rank gets if it asks for two while all ranks do; a GPU counts as one."""
-    if crew.device.type == "cuda":
+    if group.device.type == "cuda":
         return 1.0
-    return min(2.0, mean(crew.tell_one(_asking_for_two(crew))))
+    return min(2.0, mean(group.tell_one(_two_threads_cores(group))))
 
 
-def _asking_for_two(crew: Crew) -> float:
+def _two_threads_cores(group: ProbeGroup) -> float:
     """The cores' time that two busy threads of this rank get, by the second."""
-    labours = [Labour(crew, portions=1) for _ in range(2)]
-    crew.meet()
-    deadline = time.perf_counter() + (_BRIEF_SPELL_S if crew.brief else _SPELL_S)
+    loads = [ComputeLoad(group, portions=1) for _ in range(2)]
+    group.meet()
+    deadline = time.perf_counter() + (_BRIEF_SPELL_S if group.brief else _SPELL_S)
 
-    def work(labour: Labour) -> None:
+    def work(compute: ComputeLoad) -> None:
         torch.get_num_threads()  # a thread that torch did not start heeds set_num_threads() once it has asked
         while time.perf_counter() < deadline:
-            labour.burst()
+            compute.burst()
 
-    threads = [threading.Thread(target=work, args=(each,), name="gradsync-probe") for each in labours]
+    threads = [threading.Thread(target=work, args=(each,), name="gradsync-probe") for each in loads]
     begun, used = time.perf_counter(), time.process_time()
     for thread in threads:
         thread.start()
@@ -156,18 +156,18 @@ def _asking_for_two(crew: Crew) -> float:
     return (time.process_time() - used) / (time.perf_counter() - begun)
 
 
-def _copy_bandwidth(crew: Crew) -> float:
+def _copy_bandwidth(group: ProbeGroup) -> float:
     """Bytes per second, read and written, in copies that all ranks make at once."""
-    nbytes = _BRIEF_COPY_NBYTES if crew.brief else _COPY_NBYTES
-    source, target = (torch.zeros(nbytes, dtype=torch.uint8, device=crew.device) for _ in range(2))
+    nbytes = _BRIEF_COPY_NBYTES if group.brief else _COPY_NBYTES
+    source, target = (torch.zeros(nbytes, dtype=torch.uint8, device=group.device) for _ in range(2))
 
     def copy() -> None:
         target.copy_(source)
-        crew.settle()
+        group.settle()
 
     copy()
-    crew.meet()
-    return 2 * nbytes / median(crew.tell_one(median(_timed(copy) for _ in range(3 if crew.brief else 7))))
+    group.meet()
+    return 2 * nbytes / median(group.tell_one(median(_timed(copy) for _ in range(3 if group.brief else 7))))
 
 
 def _timed(work: Callable[[], None], clock: Callable[[], float] = time.perf_counter) -> float:
@@ -176,33 +176,37 @@ def _timed(work: Callable[[], None], clock: Callable[[], float] = time.perf_coun
     return clock() - begun
 
 
-_BURDEN_S, _BRIEF_BURDEN_S = 0.4, 0.12
+_SHARE_S, _BRIEF_SHARE_S = 0.4, 0.12
 _TRIAL_CALLS = 2
 _BOUND_S = 30.0  # then somebody looks after the peers
 
 
-def burden(crew: Crew, labour: Labour, caller: Caller, nbytes: int, call_s: float) -> float:
+def processor_share(group: ProbeGroup, compute: ComputeLoad, caller: Caller, nbytes: int, call_s: float) -> float:
     """The share of a core that calls of this size keep busy, from 0 to 1; every rank calls this, all get the same."""
-    if crew.device.type == "cuda":
+    if group.device.type == "cuda":
         return 0.0
-    spell_s = _BRIEF_BURDEN_S if crew.brief else _BURDEN_S
-    busy = takes_part(crew, caller)
-    crew.meet()
-    used = _core_share(crew, caller, nbytes, _times(spell_s, call_s)) if busy else 0.0
+    spell_s = _BRIEF_SHARE_S if group.brief else _SHARE_S
+    busy = takes_part(group, caller)
+    group.meet()
+    used = _core_share(group, caller, nbytes, _times(spell_s, call_s)) if busy else 0.0
     # Beside computation calls take longer; how long is not known before.
-    trial = _beside(crew, labour, caller, nbytes, _TRIAL_CALLS) if busy else _Beside(0.0, 0.0)
-    beside_s = max(crew.tell_one(trial.call_s))
-    before = labour.rate_for(spell_s / 2)
-    crew.meet()
-    beside = _beside(crew, labour, caller, nbytes, _times(spell_s, beside_s)).rate if busy else labour.rate_for(spell_s)
-    crew.meet()
-    after = labour.rate_for(spell_s / 2)
-    told = crew.tell([used, _slowdown(before, beside, after)])
+    trial = _overlapped(group, compute, caller, nbytes, _TRIAL_CALLS) if busy else _OverlappedCalls(0.0, 0.0)
+    beside_s = max(group.tell_one(trial.call_s))
+    before = compute.rate_for(spell_s / 2)
+    group.meet()
+    beside = (
+        _overlapped(group, compute, caller, nbytes, _times(spell_s, beside_s)).rate
+        if busy
+        else compute.rate_for(spell_s)
+    )
+    group.meet()
+    after = compute.rate_for(spell_s / 2)
+    told = group.tell([used, _slowdown(before, beside, after)])
     shares = [max(told[rank]) for team in caller.teams for rank in team]
     return min(1.0, max(0.0, median(shares)))
 
 
-class _Beside(NamedTuple):
+class _OverlappedCalls(NamedTuple):
     rate: float  # portions per second
     call_s: float
 
@@ -211,9 +215,9 @@ def _times(spell_s: float, call_s: float) -> int:
     return max(_TRIAL_CALLS, round(spell_s / max(call_s, 1e-6)))
 
 
-def _core_share(crew: Crew, caller: Caller, nbytes: int, times: int) -> float:
+def _core_share(group: ProbeGroup, caller: Caller, nbytes: int, times: int) -> float:
     begun, used = time.perf_counter(), time.process_time()
-    call(crew, caller, nbytes, times)
+    call(group, caller, nbytes, times)
     return (time.process_time() - used) / (time.perf_counter() - begun)
 
 
@@ -227,11 +231,11 @@ def _slowdown(before: float, beside: float, after: float) -> float:
     return 1 - (beside + abs(before - after)) / usual
 
 
-def _beside(crew: Crew, labour: Labour, caller: Caller, nbytes: int, times: int) -> _Beside:
+def _overlapped(group: ProbeGroup, compute: ComputeLoad, caller: Caller, nbytes: int, times: int) -> _OverlappedCalls:
     """What this thread computes while the lane's thread calls."""
     begun = time.perf_counter()
     seconds: list[float] = []
-    calls = start(crew, caller, nbytes, times, seconds)
-    rate = labour.rate(lambda: not calls.landed(0) and time.perf_counter() < begun + _BOUND_S)
-    crew.lane.wait(calls)
-    return _Beside(rate, median(seconds))
+    calls = start(group, caller, nbytes, times, seconds)
+    rate = compute.rate(lambda: not calls.landed(0) and time.perf_counter() < begun + _BOUND_S)
+    group.lane.wait(calls)
+    return _OverlappedCalls(rate, median(seconds))

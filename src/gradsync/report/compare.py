@@ -20,7 +20,7 @@ _CAUSES = (
 )
 
 
-class Compared(NamedTuple):
+class ComparedNumber(NamedTuple):
     """One number of both."""
 
     name: str
@@ -33,7 +33,7 @@ class Comparison(NamedTuple):
     """What two runs show together."""
 
     verdict: str
-    rows: list[Compared]
+    rows: list[ComparedNumber]
 
 
 def compare(first: Summary, second: Summary, names: tuple[str, str] = ("the first", "the second")) -> Comparison:
@@ -93,7 +93,7 @@ def _where(better: dict[str, Value], worse: dict[str, Value], gain_s: float) -> 
 
 def _row(
     a: dict[str, Value], b: dict[str, Value], key: str, name: str, show: Callable[[float], str], relative: bool
-) -> Compared | None:
+) -> ComparedNumber | None:
     first, second = _number(a, key), _number(b, key)
     if first is None and second is None:
         return None
@@ -103,15 +103,17 @@ def _row(
         difference = f"{100 * (second / first - 1):+.0f} %".replace("-", "−") if first else ""
     else:
         difference = f"{100 * (second - first):+.1f} points".replace("-", "−")
-    return Compared(name, "-" if first is None else show(first), "-" if second is None else show(second), difference)
+    return ComparedNumber(
+        name, "-" if first is None else show(first), "-" if second is None else show(second), difference
+    )
 
 
-def _stragglers(first: Summary, second: Summary) -> Compared:
+def _stragglers(first: Summary, second: Summary) -> ComparedNumber:
     a, b = (
         ", ".join(f"rank {each.rank} ({NOUNS[each.phase]})" for each in summary.blame) or "none"
         for summary in (first, second)
     )
-    return Compared("stragglers", a, b, "")
+    return ComparedNumber("stragglers", a, b, "")
 
 
 def _plain(value: float) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gradsync.report.overhead import Overhead
-from gradsync.report.rank_stats import Said
+from gradsync.report.rank_stats import RankStats
 from gradsync.report.slow_links import LinkUse, SlowLink
 from gradsync.report.slow_ranks import Blame
 from gradsync.report.table import Table
@@ -28,7 +28,7 @@ class Fact(NamedTuple):
     meaning: str
 
 
-class Warned(NamedTuple):
+class ReportWarning(NamedTuple):
     """Something to look at, and what to do."""
 
     text: str
@@ -42,7 +42,7 @@ def count(
     run: RunTrace,
     table: Table,
     overhead: Overhead | None,
-    said: Said,
+    said: RankStats,
     blame: Sequence[Blame],
     links: Sequence[LinkUse],
     slow: Sequence[SlowLink],
@@ -91,7 +91,7 @@ def _num_parameters(run: RunTrace) -> int:
     return sum(math.prod(shape) for _, shape, _ in next(iter(run.ranks.values())).run.parameters)
 
 
-def _of_steps(overhead: Overhead, said: Said) -> dict[str, Value]:
+def _of_steps(overhead: Overhead, said: RankStats) -> dict[str, Value]:
     predicted, bus, link = said.predicted_step_s, overhead.bus_bandwidth, said.link_bandwidth
     use = bus / link if bus and link else None
     return {

@@ -17,7 +17,7 @@ _ENOUGH = 0.5  # of the steps of the rank that has most
 _WORTH_SAYING = 0.2  # of what synchronization costs
 
 
-def say(
+def headline(
     run: RunTrace,
     overhead: Overhead | None,
     blame: Sequence[Blame],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from statistics import median
 
-from gradsync.report.facts import Warned
+from gradsync.report.facts import ReportWarning
 from gradsync.report.overhead import Overhead
 from gradsync.report.table import Table
 from gradsync.report.wording import pace_of, source_of
@@ -20,7 +20,7 @@ _IN_BACKWARD = ("every_step", "accumulate")  # paces whose gradients travel whil
 _RECENT = 20  # detailed steps of a rank that are looked at
 
 
-def warn_of_overlap(run: RunTrace, table: Table, overhead: Overhead) -> Iterable[Warned]:
+def warn_of_overlap(run: RunTrace, table: Table, overhead: Overhead) -> Iterable[ReportWarning]:
     """If hardly anything is hidden that could be."""
     hidden, comm_s = overhead.overlap, overhead.comm_s
     if hidden is None or comm_s is None or hidden >= _HIDDEN:
@@ -32,14 +32,14 @@ def warn_of_overlap(run: RunTrace, table: Table, overhead: Overhead) -> Iterable
     told, of_ddp = show_seconds(comm_s), source_of(run) == "ddp"
     if _asked_for_none(run):
         said = f'Nothing overlaps, as overlap="none" asks: {told} of communication begin when backward is over.'
-        yield Warned(said, 'With gs.Plan(overlap="backward") buckets leave during backward.')
+        yield ReportWarning(said, 'With gs.Plan(overlap="backward") buckets leave during backward.')
     elif _num_buckets(run) == 1:
-        yield Warned(
+        yield ReportWarning(
             f"Nothing overlaps: {told} of communication begin when backward is over.",
             f"All gradients travel in one bucket{_smaller_buckets(run, of_ddp)}",
         )
     elif _leave_early(table):
-        yield Warned(
+        yield ReportWarning(
             f"Hardly anything overlaps: buckets leave during backward, but of {told} on the way most comes after it.",
             "Where processors compute, communication needs some of them too: a core left free for it helps. Else the "
             "link is slower than backward fills buckets.",
@@ -51,7 +51,7 @@ def warn_of_overlap(run: RunTrace, table: Table, overhead: Overhead) -> Iterable
             else "If the whole model is under torch.compile, its gradients all come at the end: compile its blocks "
             "instead."
         )
-        yield Warned(f"Nothing overlaps: {told} of communication begin when backward is over.", advice)
+        yield ReportWarning(f"Nothing overlaps: {told} of communication begin when backward is over.", advice)
 
 
 def _smaller_buckets(run: RunTrace, of_ddp: bool) -> str:

@@ -121,8 +121,8 @@ def _warnings(summary: Summary) -> str:
 def _health(run: RunTrace, summary: Summary) -> str:
     """What happened first on top, then each line as it was written."""
     said = []
-    if (account := first_event(run)) is not None:
-        said.append(("bad", shown(account.text, 1500), shown(account.advice)))
+    if (incident := first_event(run)) is not None:
+        said.append(("bad", shown(incident.text, 1500), shown(incident.advice)))
     said += [("bad", _told(error), f"step {error.step}, {shown(error.what, 40)}") for error in summary.errors]
     said += [("warn", _told(line), f"step {line.step}, {shown(line.what, 40)}") for line in summary.health]
     return _list(said)

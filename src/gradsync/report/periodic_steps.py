@@ -27,7 +27,7 @@ _SELDOM = 0.5  # of all steps: more is no exception
 _MATTERS = 0.02  # of all time
 
 
-class Regular(NamedTuple):
+class PeriodicSteps(NamedTuple):
     """Something that takes long every so many steps."""
 
     ranks: list[int]  # that do it
@@ -40,13 +40,13 @@ class Regular(NamedTuple):
     share: float  # of all time
 
 
-def find_regular(table: Table) -> list[Regular]:
+def find_periodic_steps(table: Table) -> list[PeriodicSteps]:
     """The dearest first; ranks that do the same in the same steps together."""
     judged = table.judged()
     if len(judged) < 2 * _FEWEST:
         return []
     lengths = {step: median(cell.step_s for cell in table.rows[step].values()) for step in judged}
-    found: dict[tuple[int, int, str], list[Regular]] = {}
+    found: dict[tuple[int, int, str], list[PeriodicSteps]] = {}
     for rank in table.ranks:
         cells = {step: cell for step in judged if (cell := table.cell(step, rank)) is not None}
         if (one := _of_rank(rank, cells, lengths)) is not None:
@@ -55,7 +55,7 @@ def find_regular(table: Table) -> list[Regular]:
     return sorted((each for each in together if each.share > _MATTERS), key=lambda each: -each.share)
 
 
-def _of_rank(rank: int, cells: Mapping[int, StepLine], lengths: Mapping[int, float]) -> Regular | None:
+def _of_rank(rank: int, cells: Mapping[int, StepLine], lengths: Mapping[int, float]) -> PeriodicSteps | None:
     if len(cells) < 2 * _FEWEST:
         return None
     owns = {step: own_s(cell) for step, cell in cells.items()}
@@ -74,7 +74,7 @@ def _of_rank(rank: int, cells: Mapping[int, StepLine], lengths: Mapping[int, flo
     more_s = median(owns[step] - usual_s for step in odd)
     share = sum(owns[step] - usual_s for step in odd) / sum(lengths.values())
     exact = all(cells[step].exact_input for step in odd)
-    return Regular([rank], False, every, odd, more_s, most[0], exact, share)
+    return PeriodicSteps([rank], False, every, odd, more_s, most[0], exact, share)
 
 
 def _distance(odd: Sequence[int], steps: Sequence[int]) -> tuple[int, list[int]] | None:
@@ -94,7 +94,7 @@ def _distance(odd: Sequence[int], steps: Sequence[int]) -> tuple[int, list[int]]
     return (every, here) if regular else None
 
 
-def _together(group: Sequence[Regular], num_ranks: int) -> Regular:
+def _together(group: Sequence[PeriodicSteps], num_ranks: int) -> PeriodicSteps:
     """What several ranks do in the same steps takes its time once."""
     longest = max(group, key=lambda one: one.share)
     ranks = [rank for one in group for rank in one.ranks]

@@ -10,7 +10,7 @@ from gradsync.trace.reader import RunTrace
 
 
 @dataclass(frozen=True)
-class Said:
+class RankStats:
     """Of all ranks together; None where nobody said it."""
 
     predicted_step_s: float | None
@@ -23,9 +23,9 @@ class Said:
     waited_s: float | None  # of an asynchronous pace, since attach: it makes no collectives
 
 
-def listen(run: RunTrace) -> Said:
+def read_rank_stats(run: RunTrace) -> RankStats:
     """The last that each rank said."""
-    return Said(
+    return RankStats(
         predicted_step_s=_expected(run, "predicted_step_s"),
         link_bandwidth=_expected(run, "link_bandwidth"),
         audit_error=_of(run, "audit_error", max),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from statistics import median
 
-from gradsync.report.facts import Warned
+from gradsync.report.facts import ReportWarning
 from gradsync.report.overhead import Overhead
-from gradsync.report.periodic_steps import Regular, find_regular
+from gradsync.report.periodic_steps import PeriodicSteps, find_periodic_steps
 from gradsync.report.slow_ranks import FEWEST
 from gradsync.report.table import Table
 from gradsync.report.wording import listed, show_share
@@ -27,26 +27,26 @@ _WHERE = {
 }
 
 
-def warn_of_times(table: Table, overhead: Overhead) -> Iterable[Warned]:
+def warn_of_times(table: Table, overhead: Overhead) -> Iterable[ReportWarning]:
     """What comes regularly, then what does not."""
-    regular = find_regular(table)
-    yield from (_regular(one) for one in regular[:_MOST])
+    regular = find_periodic_steps(table)
+    yield from (_periodic(one) for one in regular[:_MOST])
     yield from _long_steps(table, overhead, {step for one in regular for step in one.steps})
 
 
-def _regular(one: Regular) -> Warned:
+def _periodic(one: PeriodicSteps) -> ReportWarning:
     before_forward = one.part == "input" and not one.exact_input
     where = "between the optimizer and the next forward" if before_forward else _WHERE[one.part]
     who = "all ranks take" if one.everybody else f"{listed(one.ranks)} take{'s' * (len(one.ranks) == 1)}"
     waiting = "" if one.everybody else ", and the others wait for it"
-    return Warned(
+    return ReportWarning(
         f"Every {one.every} steps {who} {show_seconds(one.more_s)} longer, {where}{waiting}: "
         f"{show_share(one.share)} of all time.",
         _advice(one, before_forward),
     )
 
 
-def _advice(one: Regular, before_forward: bool) -> str:
+def _advice(one: PeriodicSteps, before_forward: bool) -> str:
     if one.part == "input" and not before_forward:
         return "Batches come slowly then: a loader that begins anew (persistent_workers=True keeps its workers)?"
     if not (before_forward or one.part == "other"):
@@ -57,7 +57,7 @@ def _advice(one: Regular, before_forward: bool) -> str:
     )
 
 
-def _long_steps(table: Table, overhead: Overhead, known: set[int]) -> Iterable[Warned]:
+def _long_steps(table: Table, overhead: Overhead, known: set[int]) -> Iterable[ReportWarning]:
     """A tenth of the run in few steps: no usual step shows them, and no rank is late in half of all."""
     steps = table.judged()
     lengths = {step: median(cell.step_s for cell in table.rows[step].values()) for step in steps}
@@ -67,7 +67,7 @@ def _long_steps(table: Table, overhead: Overhead, known: set[int]) -> Iterable[W
     share = sum(long) / sum(lengths.values()) if lengths else 0.0
     if not overhead.seldom and len(steps) >= FEWEST and share > _MATTERS:
         more = " more" if known else ""
-        yield Warned(
+        yield ReportWarning(
             f"{len(long)}{more} of {len(steps)} steps take more than {_LONG:.0f} times as long as usual, "
             f"{show_share(share)} of all time.",
             "Numbers here are of usual steps; look at these in the page's heat map or with --perfetto: checkpoints, "

@@ -12,7 +12,7 @@ from statistics import median
 from typing import NamedTuple
 
 from gradsync.report.lateness import own_s
-from gradsync.report.rank_stats import Said
+from gradsync.report.rank_stats import RankStats
 from gradsync.report.table import Table
 from gradsync.report.wording import host_of, printable, who
 from gradsync.trace.reader import RunTrace
@@ -74,7 +74,7 @@ def sum_links(run: RunTrace, table: Table) -> list[LinkUse]:
 
 
 def find_slow_links(
-    run: RunTrace, table: Table, links: Sequence[LinkUse], late: Sequence[int], said: Said
+    run: RunTrace, table: Table, links: Sequence[LinkUse], late: Sequence[int], said: RankStats
 ) -> list[SlowLink]:
     """Every link that gives far less than the others, the slowest first.
 

@@ -8,12 +8,12 @@ from math import inf
 from typing import TypeVar
 
 from gradsync.report import facts
-from gradsync.report.facts import Fact, Warned
-from gradsync.report.headline import say
+from gradsync.report.facts import Fact, ReportWarning
+from gradsync.report.headline import headline
 from gradsync.report.overhead import measure
 from gradsync.report.post_mortem.failures import causes_in
 from gradsync.report.post_mortem.last_seen import last_seen
-from gradsync.report.rank_stats import choice_of, listen
+from gradsync.report.rank_stats import choice_of, read_rank_stats
 from gradsync.report.slow_links import SlowLink, find_slow_links, sum_links
 from gradsync.report.slow_ranks import FEWEST, Blame, find_blame
 from gradsync.report.table import Table, tabulate
@@ -22,7 +22,7 @@ from gradsync.report.wording import clean
 from gradsync.trace.lines import Error, Health, Value
 from gradsync.trace.reader import RunTrace
 
-__all__ = ["Fact", "Summary", "Warned", "summarize"]
+__all__ = ["Fact", "ReportWarning", "Summary", "summarize"]
 
 T = TypeVar("T", Health, Error)
 
@@ -39,13 +39,13 @@ class Summary:
     links: list[SlowLink] = field(default_factory=list)
     health: list[Health] = field(default_factory=list)  # each once, though all ranks may have written it
     errors: list[Error] = field(default_factory=list)  # the first first
-    warnings: list[Warned] = field(default_factory=list)
+    warnings: list[ReportWarning] = field(default_factory=list)
     numbers: dict[str, Value] = field(default_factory=dict)
 
 
 def summarize(run: RunTrace, last: int | None = None) -> Summary:
     """What a run shows, of all its steps or of its last few."""
-    whole, said = tabulate(run, last), listen(run)
+    whole, said = tabulate(run, last), read_rank_stats(run)
     table = _of_this_plan(run, whole)
     if table is whole and choice_of(run) is not None:
         said = replace(said, predicted_step_s=None)  # of a plan that hardly ran
@@ -57,7 +57,7 @@ def summarize(run: RunTrace, last: int | None = None) -> Summary:
     errors = _errors(run)
     numbers = facts.count(run, whole, overhead, said, blame, links, slow)
     return Summary(
-        verdict=say(run, overhead, blame, slow, errors),
+        verdict=headline(run, overhead, blame, slow, errors),
         facts=facts.tell(run, numbers, overhead, blame, table is not whole),
         blame=blame,
         links=slow,

@@ -15,7 +15,7 @@ _MIDDLE = (0.4, 0.6)  # of the steps are shorter: equally good, and so the lates
 _QUARTER = 0.25  # of the steps are shorter, and as many longer: between them a step is as most are
 
 
-class Usual(NamedTuple):
+class TypicalStep(NamedTuple):
     """A step, and how it stands among the last ones."""
 
     step: int
@@ -29,7 +29,7 @@ class Usual(NamedTuple):
     nearest_detailed: tuple[int, float] | None  # and if it is not: the one nearest to the median, and its length
 
 
-def usual_step(table: Table) -> Usual | None:
+def typical_step(table: Table) -> TypicalStep | None:
     """Of the last 200 steps that count; None if there is none."""
     lengths = _lengths(table)
     if not lengths:
@@ -40,7 +40,7 @@ def usual_step(table: Table) -> Usual | None:
     near = max(alike, default=_nearest(detailed, middle_s))
     found = _nearest(lengths, middle_s) if near is None or not _is_usual(lengths[near], lengths, middle_s) else near
     assert found is not None
-    return Usual(
+    return TypicalStep(
         found, lengths[found], middle_s, _shorter(lengths[found], lengths), len(lengths), len(detailed),
         found in detailed, found in alike, None if near is None or found in detailed else (near, lengths[near]),
     )  # fmt: skip

@@ -25,16 +25,16 @@ import torch.distributed as dist
 from gradsync.cli import local_ranks
 from gradsync.cli.bench import command as bench
 from gradsync.cli.bench import hardware
-from gradsync.cli.bench.arms import ARMS, BenchArm, line_up, parse_arms
-from gradsync.cli.bench.bench_worker import RESULTS, compete, measure
+from gradsync.cli.bench.all_reduce_variants import VARIANTS, AllReduceVariant, choose_variants, parse_variants
+from gradsync.cli.bench.bench_config import DTYPES, BenchConfig
+from gradsync.cli.bench.bench_result import BenchResult, Cell, read_result
+from gradsync.cli.bench.bench_worker import RESULTS, measure, run_bench
 from gradsync.cli.bench.call_timer import clock
 from gradsync.cli.bench.draw_schedule import RECIPES
-from gradsync.cli.bench.expected_sums import Truth
+from gradsync.cli.bench.expected_sums import ExpectedSums
 from gradsync.cli.bench.mpirun import missing_mpi, run_under_mpirun
 from gradsync.cli.bench.plot import plot
-from gradsync.cli.bench.question import DTYPES, BenchQuestion
-from gradsync.cli.bench.rank_barrier import open_gate
-from gradsync.cli.bench.result import BenchResult, Cell, read_result
+from gradsync.cli.bench.rank_barrier import open_barrier
 from gradsync.cli.bench.sizes import parse_sizes, show_size
 from gradsync.cli.bench.text import sentences, tables
 from gradsync.cli.main import main
@@ -77,11 +77,15 @@ def test_sizes_are_lists_and_ranges() -> None:
 
 
 def test_peers_are_always_there_and_arms_suit_the_hosts() -> None:
-    assert line_up(None, one_host=True, mpi=True) == ("gloo", "mpi", "shared", "any")
-    assert line_up(None, one_host=False, mpi=False) == ("gloo", "hierarchical", "ring", "auto")
-    assert line_up(parse_arms("tree,gloo,tree"), one_host=True, mpi=False) == ("gloo", "tree")
-    assert set(line_up(parse_arms("all"), one_host=True, mpi=True)) == set(ARMS)
-    assert set(line_up(parse_arms("all"), one_host=False, mpi=False)) == set(ARMS) - {"mpi", "shared", "any"}
+    assert choose_variants(None, one_host=True, mpi=True) == ("gloo", "mpi", "shared", "any")
+    assert choose_variants(None, one_host=False, mpi=False) == ("gloo", "hierarchical", "ring", "auto")
+    assert choose_variants(parse_variants("tree,gloo,tree"), one_host=True, mpi=False) == ("gloo", "tree")
+    assert set(choose_variants(parse_variants("all"), one_host=True, mpi=True)) == set(VARIANTS)
+    assert set(choose_variants(parse_variants("all"), one_host=False, mpi=False)) == set(VARIANTS) - {
+        "mpi",
+        "shared",
+        "any",
+    }
 
 
 @pytest.mark.parametrize(
@@ -142,34 +146,34 @@ def test_every_recipe_can_be_drawn(name: str, capsys: pytest.CaptureFixture[str]
     assert ElementTree.parse(tmp_path / "drawn.svg").getroot().tag.endswith("svg")
 
 
-# --- the truth ---
+# --- the expected sums ---
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("ranks", [2, 7])
 def test_sums_are_exact_in_any_order(dtype: torch.dtype, ranks: int) -> None:
-    truths = [Truth(rank, ranks, dtype) for rank in range(ranks)]
+    truths = [ExpectedSums(rank, ranks, dtype) for rank in range(ranks)]
     for numel in (1, 1000, 200_000):
         parts = torch.empty(ranks, numel, dtype=dtype)
-        for truth, part in zip(truths, parts, strict=True):
-            truth.fill(part)
+        for expected, part in zip(truths, parts, strict=True):
+            expected.fill(part)
         for order in (range(ranks), reversed(range(ranks))):
             total = torch.zeros(numel, dtype=dtype)
             for rank in order:
                 total += parts[rank]
-            assert [truth.count_wrong(total) for truth in truths] == [0] * ranks
+            assert [expected.count_wrong(total) for expected in truths] == [0] * ranks
         total[numel // 2] += 1
         assert truths[0].count_wrong(total) == 1
 
 
 def test_numbers_in_the_wrong_place_are_wrong() -> None:
-    truth = Truth(0, 1, torch.float32)
+    expected = ExpectedSums(0, 1, torch.float32)
     numbers = torch.empty(2**17)
-    truth.fill(numbers)
-    assert truth.count_wrong(numbers) == 0
-    assert truth.count_wrong(numbers.roll(2**16)) > 2**16
+    expected.fill(numbers)
+    assert expected.count_wrong(numbers) == 0
+    assert expected.count_wrong(numbers.roll(2**16)) > 2**16
     numbers[5] = float("nan")
-    assert truth.count_wrong(numbers) == 1
+    assert expected.count_wrong(numbers) == 1
 
 
 # --- what ranks do ---
@@ -186,21 +190,21 @@ def lose_a_round(tensor: torch.Tensor, calls: list[int]) -> None:
         tensor[3] += 1
 
 
-def measure_broken_arms(question: str) -> list[dict[str, Any]]:
+def measure_broken_arms(config: str) -> list[dict[str, Any]]:
     calls: list[int] = []
     arms = {
-        "gloo": ARMS["gloo"],
-        "short": BenchArm("short", "", lambda tensor: partial(leave_out_the_last, tensor)),
-        "once": BenchArm("once", "", lambda tensor: partial(lose_a_round, tensor, calls)),
+        "gloo": VARIANTS["gloo"],
+        "short": AllReduceVariant("short", "", lambda tensor: partial(leave_out_the_last, tensor)),
+        "once": AllReduceVariant("once", "", lambda tensor: partial(lose_a_round, tensor, calls)),
     }
     lines: list[dict[str, Any]] = []
-    measure(BenchQuestion.from_json(question), arms, lines.append)
+    measure(BenchConfig.from_json(config), arms, lines.append)
     return lines
 
 
 def test_a_wrong_result_is_counted(run: Run) -> None:
-    question = BenchQuestion((131072,), "fp32", ("gloo", "short", "once"), rounds=3)  # each call alone, and checked
-    lines, elsewhere = run(measure_broken_arms, question.as_json())
+    config = BenchConfig((131072,), "fp32", ("gloo", "short", "once"), rounds=3)  # each call alone, and checked
+    lines, elsewhere = run(measure_broken_arms, config.as_json())
     assert elsewhere == []
     assert lines[0]["memory_bandwidth"] > 0
     wrong = {cell["arm"]: cell["wrong"] for cell in lines[1]["cells"]}
@@ -210,10 +214,10 @@ def test_a_wrong_result_is_counted(run: Run) -> None:
 
 def arrive_often() -> list[tuple[float, float]]:
     times = []
-    with open_gate(one_host=True) as gate:
+    with open_barrier(one_host=True) as barrier:
         for _ in range(200):
             before = time.monotonic()
-            gate.arrive()
+            barrier.arrive()
             times.append((before, time.monotonic()))
     return times
 
@@ -309,7 +313,7 @@ def test_plot_of_one_size_across_hosts_has_no_bound() -> None:
 
 def test_lines_of_a_rank_become_a_result() -> None:
     cell = {"arm": "gloo", "nbytes": 8, "cache": "warm", "busy": False, "samples": [1.0, 2.0], "wrong": 0}
-    lines = [json.dumps(line) for line in ({"memory_bandwidth": None}, {"cells": [cell]}, {"strangers": 0.5})]
+    lines = [json.dumps(line) for line in ({"memory_bandwidth": None}, {"cells": [cell]}, {"busy_cores": 0.5})]
     result = read_result(lines, ranks=4, dtype="fp64", machine={})
     assert result.cells == (Cell("gloo", 8, "warm", False, (1.0, 2.0), 0),)
     assert result.as_json()["cells"][0]["bound_fraction"] is None
@@ -350,9 +354,9 @@ def test_a_bench_of_own_ranks(
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "int64"])
 def test_every_arm_is_right(dtype: str, run: Run, tmp_path: Path) -> None:
-    arms = line_up(parse_arms("all"), one_host=True, mpi=False)
-    question = BenchQuestion((8, 2**20), dtype, arms, rounds=2)
-    run(compete, question.as_json(), str(tmp_path), ranks=3)
+    arms = choose_variants(parse_variants("all"), one_host=True, mpi=False)
+    config = BenchConfig((8, 2**20), dtype, arms, rounds=2)
+    run(run_bench, config.as_json(), str(tmp_path), ranks=3)
     result = read_result((tmp_path / RESULTS).read_text().splitlines(), 3, dtype, {})
     assert [cell.arm for cell in result.cells] == [*arms, *arms]
     assert [cell.wrong for cell in result.cells] == [0] * 2 * len(arms)

@@ -17,15 +17,15 @@ import pytest
 import torch
 
 from gradsync.cli.demo import command as demo
-from gradsync.cli.demo.story.arms import ALONE, ARMS, DDP, GRADSYNC, ONE
 from gradsync.cli.demo.story.corpus import VOCABULARY, draw, read_library
 from gradsync.cli.demo.story.demo_model import DemoShape, build, loss_of
-from gradsync.cli.demo.story.killed_rank import Death, Fate
-from gradsync.cli.demo.story.result import ArmComparison, DemoArmResult, DemoResult, Spread
-from gradsync.cli.demo.story.slow_input import RankTimes, Slowness
+from gradsync.cli.demo.story.demo_result import DemoResult, DemoVariantResult, Spread, VariantComparison
+from gradsync.cli.demo.story.killed_rank import RankDeath, SurvivorReport
+from gradsync.cli.demo.story.slow_input import RankTimes, SlowInput
 from gradsync.cli.demo.story.slow_input_text import sentences as slow_sentences
 from gradsync.cli.demo.story.text import sentences
-from gradsync.cli.demo.story.weight_distance import Gap, gap
+from gradsync.cli.demo.story.train_variants import ALONE, DDP, GRADSYNC, ONE, VARIANTS
+from gradsync.cli.demo.story.weight_distance import WeightDistance, gap
 from gradsync.cli.main import main
 from gradsync.errors import GradSyncError
 
@@ -125,22 +125,22 @@ def test_model_sees_no_later_character() -> None:
 
 def test_gap_tells_zeros_of_different_sign_apart() -> None:
     one = torch.tensor([1.0, 0.0])
-    assert gap(one, one.clone()) == Gap(True, 0.0, 0.0)
-    assert gap(one, torch.tensor([1.0, -0.0])) == Gap(False, 0.0, 0.0)
+    assert gap(one, one.clone()) == WeightDistance(True, 0.0, 0.0)
+    assert gap(one, torch.tensor([1.0, -0.0])) == WeightDistance(False, 0.0, 0.0)
 
 
 # --- the words ---
 
 
-SAME = Gap(True, 0.0, 0.0)
+SAME = WeightDistance(True, 0.0, 0.0)
 
 
-def result(over_ddp: ArmComparison, alone_loss: float = 2.5, from_ddp: Gap = SAME) -> DemoResult:
+def result(over_ddp: VariantComparison, alone_loss: float = 2.5, from_ddp: WeightDistance = SAME) -> DemoResult:
     step = Spread(50, 49, 51)
     losses = {ONE: 2.3, ALONE: alone_loss, DDP: 2.3, GRADSYNC: 2.3}
-    replicas = {ONE: None, ALONE: Gap(False, 0.03, 0.021), DDP: SAME, GRADSYNC: SAME}
-    arms = [DemoArmResult(arm, step, 0.0, 0.0, losses[arm], replicas[arm]) for arm in ARMS]
-    return DemoResult(2, 1, 100, 1000, 5.0, arms, from_ddp, over_ddp, ArmComparison(Spread(2, 2, 2), 20, 20), 1.0)
+    replicas = {ONE: None, ALONE: WeightDistance(False, 0.03, 0.021), DDP: SAME, GRADSYNC: SAME}
+    arms = [DemoVariantResult(arm, step, 0.0, 0.0, losses[arm], replicas[arm]) for arm in VARIANTS]
+    return DemoResult(2, 1, 100, 1000, 5.0, arms, from_ddp, over_ddp, VariantComparison(Spread(2, 2, 2), 20, 20), 1.0)
 
 
 @pytest.mark.parametrize(
@@ -148,13 +148,13 @@ def result(over_ddp: ArmComparison, alone_loss: float = 2.5, from_ddp: Gap = SAM
     [(19, 1.1, "slower."), (1, 0.9, "faster."), (12, 1.1, "no clear difference.")],
 )
 def test_words_on_speed_follow_the_rounds(slower_rounds: int, ratio: float, verdict: str) -> None:
-    told = sentences(result(ArmComparison(Spread(ratio, ratio, ratio), slower_rounds, 20)))[3]
+    told = sentences(result(VariantComparison(Spread(ratio, ratio, ratio), slower_rounds, 20)))[3]
     assert told.startswith(f"A gradsync step took {ratio:.2f} times as long as one of DDP")
     assert f"of 20 rounds): {verdict}" in told
 
 
 def test_words_draw_no_conclusion_from_times_that_others_spoiled() -> None:
-    quiet = result(ArmComparison(Spread(24.9, 24, 25), 20, 20))
+    quiet = result(VariantComparison(Spread(24.9, 24, 25), 20, 20))
     told = sentences(replace(quiet, busy_cores_of_others=1.3, cores=2))
     assert told[:3] == sentences(quiet)[:3]  # what was learned is not theirs
     assert told[3].startswith("Other processes kept 1.3 of 2 cores busy meanwhile, which does not slow all arms alike")
@@ -164,22 +164,27 @@ def test_words_draw_no_conclusion_from_times_that_others_spoiled() -> None:
 
 
 def test_words_do_not_claim_what_was_not_seen() -> None:
-    told = " ".join(sentences(result(ArmComparison(Spread(1, 1, 1), 10, 20), 2.2, Gap(False, 1e-6, 1e-7))))
+    told = " ".join(
+        sentences(result(VariantComparison(Spread(1, 1, 1), 10, 20), 2.2, WeightDistance(False, 1e-6, 1e-7)))
+    )
     assert "did not cost rank 0 any loss" in told
     assert "1.0e-07 of their norm" in told
     assert "to the last bit" not in told
 
 
 def test_a_survivor_that_says_nothing_is_counted_as_such() -> None:
-    fates = [Fate(0, "PeerLost", "rank 1 died", 0.2, True), Fate(2, None, "nothing, it still waits", 40.0, False)]
-    told = Death(DDP, 1, fates).summary()
+    fates = [
+        SurvivorReport(0, "PeerLost", "rank 1 died", 0.2, True),
+        SurvivorReport(2, None, "nothing, it still waits", 40.0, False),
+    ]
+    told = RankDeath(DDP, 1, fates).summary()
     assert told == "not every survivor knew after 40.00 s; 1 of 2 say that it was rank 1"
 
 
-def slowness(blame: list[str]) -> Slowness:
+def slowness(blame: list[str]) -> SlowInput:
     phases = {"input": 1.0, "forward": 8.0, "backward": 16.0, "optimizer": 2.0}
     ranks = [RankTimes(0, 60.0, 30.0, phases), RankTimes(1, 60.5, 0.5, phases | {"input": 31.0})]
-    return Slowness(1, 30.0, 50, ranks, "sync costs 50 % of the step", blame)
+    return SlowInput(1, 30.0, 50, ranks, "sync costs 50 % of the step", blame)
 
 
 def test_words_on_a_slow_rank_are_the_reports() -> None:
@@ -204,7 +209,7 @@ def test_a_report_that_blames_nobody_is_not_hidden() -> None:
 def test_the_story_is_true(capsys: pytest.CaptureFixture[str], temporary: Path) -> None:
     story = run_tiny(capsys, steps=6)
     arms = {arm["arm"]: arm for arm in story["arms"]}
-    assert tuple(arms) == ARMS
+    assert tuple(arms) == VARIANTS
     assert arms[ONE]["replicas"] is None
     assert not arms[ALONE]["replicas"]["identical"]
     assert arms[ALONE]["replicas"]["max_abs"] > 0

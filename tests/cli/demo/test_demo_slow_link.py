@@ -23,13 +23,13 @@ from rich.console import Console
 from gradsync.cli import local_ranks
 from gradsync.cli.demo import command as demo
 from gradsync.cli.demo.slow_link import namespaces, privileges
-from gradsync.cli.demo.slow_link.arms import ARMS
-from gradsync.cli.demo.slow_link.result import LinkResult, sum_up
+from gradsync.cli.demo.slow_link.link_result import LinkResult, sum_up
+from gradsync.cli.demo.slow_link.link_variants import VARIANTS
 from gradsync.cli.demo.slow_link.shaped_link import NoLink, Shaper, try_out
 from gradsync.cli.demo.slow_link.text import sentences, table
-from gradsync.cli.demo.slow_link.train_over_link import LinkLedger
-from gradsync.cli.demo.story.arms import ALONE, DDP, GRADSYNC
+from gradsync.cli.demo.slow_link.train_over_link import LinkRecord
 from gradsync.cli.demo.story.demo_model import DemoShape
+from gradsync.cli.demo.story.train_variants import ALONE, DDP, GRADSYNC
 from gradsync.cli.main import main
 from gradsync.cli.shared import BadInput
 from gradsync.launch.spawn import RankPool
@@ -180,13 +180,13 @@ def result(
     """`quickest_s`: of PowerSGD, if not as the others."""
     seconds = {ALONE: 0.25, DDP: 1.0, GRADSYNC: exact_s}
 
-    def ledger(name: str) -> LinkLedger:
+    def record(name: str) -> LinkRecord:
         if name in seconds:
-            return LinkLedger([seconds[name]] * 3, [13_000_000] * 3, 3.0)
+            return LinkRecord([seconds[name]] * 3, [13_000_000] * 3, 3.0)
         step_s = compressed_s if quickest_s is None or "powersgd" not in name else quickest_s
-        return LinkLedger([step_s] * 3, [300_000] * 3, loss)
+        return LinkRecord([step_s] * 3, [300_000] * 3, loss)
 
-    return sum_up([{name: ledger(name) for name in ARMS}] * 2, RATE, 1, 8, 3_000_000, busy_cores)
+    return sum_up([{name: record(name) for name in VARIANTS}] * 2, RATE, 1, 8, 3_000_000, busy_cores)
 
 
 def test_a_gain_is_said_with_its_reason() -> None:
@@ -250,18 +250,18 @@ def test_gradients_go_over_the_link(
     facts = ["command", "rate", "threads_per_rank", "steps", "num_parameters", "arms"]
     assert list(told) == [*facts, "busy_cores_of_others", "cores"]
     arms = {arm["arm"]: arm for arm in told["arms"]}
-    assert tuple(arms) == tuple(ARMS)
+    assert tuple(arms) == tuple(VARIANTS)
     fields = {"arm", "step_ms", "times_as_fast_as_ddp", "sent_mb", "validation_loss", "measured_worse"}
     assert set(arms[DDP]) == fields
     assert arms[DDP]["times_as_fast_as_ddp"] == 1
     whole = 4 * told["num_parameters"] / 1e6
-    shares = {name: arm["sent_mb"] / whole for name, arm in arms.items()}
-    assert shares[ALONE] < 0.01
-    assert shares[DDP] == pytest.approx(1, abs=0.05)
-    assert shares["DDP, fp16 hook"] == pytest.approx(1 / 2, abs=0.05)
-    assert shares[GRADSYNC] == pytest.approx(1, abs=0.05)
-    assert shares["gradsync int8()"] == pytest.approx(1 / 4, abs=0.05)
-    assert shares["gradsync int4()"] == pytest.approx(1 / 8, abs=0.05)
+    batches = {name: arm["sent_mb"] / whole for name, arm in arms.items()}
+    assert batches[ALONE] < 0.01
+    assert batches[DDP] == pytest.approx(1, abs=0.05)
+    assert batches["DDP, fp16 hook"] == pytest.approx(1 / 2, abs=0.05)
+    assert batches[GRADSYNC] == pytest.approx(1, abs=0.05)
+    assert batches["gradsync int8()"] == pytest.approx(1 / 4, abs=0.05)
+    assert batches["gradsync int4()"] == pytest.approx(1 / 8, abs=0.05)
     # Two ranks, no compressor: the same sums as DDP's.
     assert arms[GRADSYNC]["validation_loss"] == arms[DDP]["validation_loss"]
     assert _links() == before

@@ -10,7 +10,7 @@ import pytest
 
 from gradsync.cli.doctor.all_checks import examine
 from gradsync.cli.doctor.finding import Finding, Grade
-from gradsync.cli.doctor.measured_links import HostClock, Measured, MeasuredLink
+from gradsync.cli.doctor.measured_links import HostClockOffset, MeasuredLink, MeasuredLinks
 from gradsync.cli.doctor.rank_facts import Facts, Gpu, Nic
 from gradsync.cli.doctor.text import conclusion
 
@@ -43,7 +43,7 @@ def variables(**values: str) -> dict[str, Any]:
     return {"variables": {"OMP_NUM_THREADS": "4", **values}}
 
 
-def odd(facts: list[Facts], measured: Measured | None = None) -> list[Finding]:
+def odd(facts: list[Facts], measured: MeasuredLinks | None = None) -> list[Finding]:
     found = [finding for finding in examine(facts, measured) if finding.grade != Grade.OK]
     assert all(finding.fix and finding.detail for finding in found)
     return found
@@ -304,17 +304,17 @@ def test_what_is_not_odd_is_let_be(facts: list[Facts]) -> None:
 def test_the_odd_link_and_far_clocks_are_found() -> None:
     slow = ["b (ranks 2-3): 1.1 Gbit/s to its neighbours, the others have 9.4 Gbit/s"]
     wires = [MeasuredLink("a (ranks 0-1)", "b (ranks 2-3)", 1e-4, 1e9)]
-    clocks = [HostClock("b (ranks 2-3)", 5.0, 1e-3)]
-    found = odd(cluster(), Measured(True, wires, slow, clocks))
+    clocks = [HostClockOffset("b (ranks 2-3)", 5.0, 1e-3)]
+    found = odd(cluster(), MeasuredLinks(True, wires, slow, clocks))
     assert [(each.grade.name, each.what) for each in found] == [
         ("WRONG", "a slow link"),
         ("NOTE", "clocks differ between hosts"),
     ]
     assert found[0].detail == slow[0]
     assert "+5.000 s" in found[1].detail
-    assert odd(cluster(), Measured(True, wires, [], [HostClock("b", 0.2, 1e-3)])) == []
+    assert odd(cluster(), MeasuredLinks(True, wires, [], [HostClockOffset("b", 0.2, 1e-3)])) == []
     lame = [MeasuredLink("a", "b", 1e-4, 100e6)]  # 0.8 Gbit/s by cards of 10
-    assert [each.what for each in odd(cluster(), Measured(True, lame))] == ["links far below their cards"]
+    assert [each.what for each in odd(cluster(), MeasuredLinks(True, lame))] == ["links far below their cards"]
 
 
 def test_any_facts_are_judged_without_a_traceback_and_with_fixes() -> None:

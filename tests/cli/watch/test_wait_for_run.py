@@ -23,7 +23,7 @@ SMALL_NBYTES = 4096
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """In a great hurry."""
-    monkeypatch.setattr(request_limits, "HURRY_S", 0.2)
+    monkeypatch.setattr(request_limits, "CLIENT_TIMEOUT_S", 0.2)
     grow(tmp_path / "run", 20)
     with serving(tmp_path / "run") as server:
         yield server
@@ -121,10 +121,10 @@ def test_who_does_not_read_is_cut_off(server: Server) -> None:
 
 
 def test_a_crowd_that_says_nothing_keeps_nobody_out(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_limits, "HURRY_S", 2 * BOUND_S)
+    monkeypatch.setattr(request_limits, "CLIENT_TIMEOUT_S", 2 * BOUND_S)
     with ExitStack() as crowd:
         for said in (b"", HALF, WHOLE + HALF, b"POST /enter HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"):
-            for _ in range(request_limits.MOST_STRANGERS + 8):
+            for _ in range(request_limits.MAX_UNFINISHED_REQUESTS + 8):
                 each = crowd.enter_context(connected(server))
                 with suppress(ConnectionError):
                     each.sendall(said)
@@ -133,7 +133,7 @@ def test_a_crowd_that_says_nothing_keeps_nobody_out(server: Server, monkeypatch:
             assert client.ask().status == 200
             with client.events() as events:
                 next(events)
-        assert len(server._uvicorn.server_state.connections) <= request_limits.MOST_STRANGERS + 1
+        assert len(server._uvicorn.server_state.connections) <= request_limits.MAX_UNFINISHED_REQUESTS + 1
 
 
 def test_there_is_a_limit_on_streams(server: Server) -> None:
@@ -154,5 +154,5 @@ def test_a_host_that_is_gone_without_a_word_is_noticed(server: Server) -> None:
 
 def test_the_page_promises_what_is_kept() -> None:
     page = " ".join((Path(__file__).parents[3] / "docs" / "watch.md").read_text().split())
-    assert f"at most 16 KiB and {request_limits.HURRY_S:g} seconds" in page
-    assert f"that nobody reads for {request_limits.HURRY_S:g} seconds is cut" in page
+    assert f"at most 16 KiB and {request_limits.CLIENT_TIMEOUT_S:g} seconds" in page
+    assert f"that nobody reads for {request_limits.CLIENT_TIMEOUT_S:g} seconds is cut" in page

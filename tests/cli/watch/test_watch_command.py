@@ -18,7 +18,7 @@ from gradsync.cli.main import main
 from gradsync.cli.shared import BadInput
 from gradsync.cli.watch import terminal
 from gradsync.cli.watch.wait_for_run import await_run
-from gradsync.report.live.feed import Reader
+from gradsync.report.live.feed import FeedReader
 from gradsync.report.live.run_state import state_of
 from gradsync.trace.lines import Error, RankEnd
 from gradsync.trace.reader import read_run
@@ -40,7 +40,7 @@ def acts(*actions: Callable[[], None]) -> Callable[[float], None]:
 def followed(folder: Path, *actions: Callable[[], None], is_terminal: bool = False) -> str:
     output = io.StringIO()
     console = Console(file=output, force_terminal=is_terminal, width=100, highlight=False, color_system=None)
-    reader = Reader(folder)
+    reader = FeedReader(folder)
     terminal.watch(reader, reader.look(), console, acts(*actions))
     return output.getvalue()
 
@@ -85,8 +85,8 @@ def test_many_ranks_fit_and_the_latest_are_among_them(tmp_path: Path) -> None:
 
 def test_a_run_that_begins_later_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
-    _, news = await_run(folder, 60.0, acts(lambda: None, folder.mkdir, lambda: grow(folder, 3)))
-    assert news.state.text == "running, step 3"
+    _, update = await_run(folder, 60.0, acts(lambda: None, folder.mkdir, lambda: grow(folder, 3)))
+    assert update.state.text == "running, step 3"
     assert capsys.readouterr().err.count("Waiting for a run to begin") == 1
 
 
@@ -114,7 +114,7 @@ def test_silence_is_measured_from_the_files(tmp_path: Path) -> None:
     grow(tmp_path, 5)
     for path in tmp_path.glob("*.jsonl"):
         os.utime(path, (1e9, 1e9))
-    assert Reader(tmp_path).look().state.kind == "quiet"
+    assert FeedReader(tmp_path).look().state.kind == "quiet"
 
 
 def test_a_file_that_is_missing_means_that_the_run_may_go_on(tmp_path: Path) -> None:

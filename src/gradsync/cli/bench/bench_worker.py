@@ -3,7 +3,7 @@
     for every size, cache and kind of main thread            one turn of an arm
       round 0   gloo | mpi | shared | any    not counted      fill with this rank's numbers
       round 1   mpi | gloo | any | shared                     cold: sweep the caches
-      round 2   shared | any | mpi | gloo                     gate, t0, all-reduce, t1
+      round 2   shared | any | mpi | gloo                     meet, t0, all-reduce, t1
       ...       in an order that is drawn anew                compare every element with the sum
 
 A sample is the longest of the ranks' t1 − t0. Small data in warm caches is reduced many times in a row, as
@@ -25,60 +25,60 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradsync.cli.bench.arms import ARMS, BenchArm, Call
+from gradsync.cli.bench.all_reduce_variants import VARIANTS, AllReduceVariant, Call
+from gradsync.cli.bench.bench_config import COLD, DTYPES, BenchConfig, Setting
 from gradsync.cli.bench.call_timer import Clock, clock
-from gradsync.cli.bench.expected_sums import Truth
+from gradsync.cli.bench.expected_sums import ExpectedSums
 from gradsync.cli.bench.memory_bandwidth import make_sweep, memory_bandwidth
-from gradsync.cli.bench.other_work import Strangers
-from gradsync.cli.bench.question import COLD, DTYPES, BenchQuestion, Setting
-from gradsync.cli.bench.rank_barrier import RankBarrier, open_gate
+from gradsync.cli.bench.other_processes import OtherProcesses
+from gradsync.cli.bench.rank_barrier import RankBarrier, open_barrier
 from gradsync.cli.bench.rank_exchange import collect, decide, spread_over_hosts
 from gradsync.cli.local_ranks import advance
 from gradsync.exchange.all_reduce import shared_empty
 
 RESULTS = "results"
 
-_SECONDS = 40.0  # for all rounds of all contests together, if their number is left to us
+_SECONDS = 40.0  # for all rounds of all comparisons together, if their number is left to us
 _FEWEST, _MOST = 5, 300  # rounds
 _SMALL_NBYTES, _IN_A_ROW = 64 << 10, 20
 
 Record = Callable[[dict[str, Any]], None]
 
 
-def compete(question: str, folder: str) -> None:
-    """Answer the question, in a group that exists; rank 0 writes into the folder."""
+def run_bench(config: str, folder: str) -> None:
+    """Measure what the config says, in a group that exists; rank 0 writes into the folder."""
 
     def record(line: dict[str, Any]) -> None:
         with (Path(folder) / RESULTS).open("a") as file:
             file.write(json.dumps(line) + "\n")
         advance(folder)
 
-    measure(BenchQuestion.from_json(question), ARMS, record)
+    measure(BenchConfig.from_json(config), VARIANTS, record)
 
 
-def measure(question: BenchQuestion, arms: Mapping[str, BenchArm], record: Record) -> None:
-    """Run every contest; `record` is called on rank 0, for memory, each contest, and strangers at last."""
+def measure(config: BenchConfig, arms: Mapping[str, AllReduceVariant], record: Record) -> None:
+    """Run every comparison; `record` is called on rank 0: for memory, each comparison, and other processes at last."""
     one_host = spread_over_hosts().num_hosts == 1
     sweep = make_sweep()
-    with open_gate(one_host) as gate:
-        bandwidth = memory_bandwidth(gate, sweep) if one_host else None
+    with open_barrier(one_host) as barrier:
+        bandwidth = memory_bandwidth(barrier, sweep) if one_host else None
         if dist.get_rank() == 0:
             record({"memory_bandwidth": bandwidth})
-        strangers = Strangers() if one_host else None
-        truth = Truth(dist.get_rank(), dist.get_world_size(), DTYPES[question.dtype])
-        for nbytes in question.sizes:
-            bench = _Bench(question, nbytes, {name: arms[name] for name in question.arms}, truth, gate, sweep)
-            for setting in question.settings():
+        others = OtherProcesses() if one_host else None
+        expected = ExpectedSums(dist.get_rank(), dist.get_world_size(), DTYPES[config.dtype])
+        for nbytes in config.sizes:
+            bench = _Bench(config, nbytes, {name: arms[name] for name in config.arms}, expected, barrier, sweep)
+            for setting in config.settings():
                 cells = bench.run(setting)
                 if dist.get_rank() == 0:
                     record({"cells": cells})
-        busy = None if strangers is None else strangers.cores()
+        busy = None if others is None else others.cores()
         if dist.get_rank() == 0:
-            record({"strangers": busy})
+            record({"busy_cores": busy})
 
 
 @dataclass
-class _Entry:
+class _VariantTimes:
     """An arm at work on one size, under one setting."""
 
     name: str
@@ -93,22 +93,28 @@ class _Bench:
 
     def __init__(
         self,
-        question: BenchQuestion,
+        config: BenchConfig,
         nbytes: int,
-        arms: Mapping[str, BenchArm],
-        truth: Truth,
-        gate: RankBarrier,
+        arms: Mapping[str, AllReduceVariant],
+        expected: ExpectedSums,
+        barrier: RankBarrier,
         sweep: torch.Tensor,
     ) -> None:
-        self._question, self._nbytes, self._truth, self._gate, self._sweep = question, nbytes, truth, gate, sweep
-        dtype = DTYPES[question.dtype]
+        self._config, self._nbytes, self._expected, self._barrier, self._sweep = (
+            config,
+            nbytes,
+            expected,
+            barrier,
+            sweep,
+        )
+        dtype = DTYPES[config.dtype]
         numel = nbytes // dtype.itemsize
         tensors = {shared: _make_tensor(numel, dtype, shared) for shared in sorted({a.shared for a in arms.values()})}
         self._calls = [(name, tensors[arm.shared], arm.bind(tensors[arm.shared])) for name, arm in arms.items()]
 
     def run(self, setting: Setting) -> list[dict[str, Any]]:
-        """One contest; the cells on rank 0, nothing elsewhere."""
-        entries = [_Entry(name, tensor, call) for name, tensor, call in self._calls]
+        """One comparison; the cells on rank 0, nothing elsewhere."""
+        entries = [_VariantTimes(name, tensor, call) for name, tensor, call in self._calls]
         with clock(setting.busy) as watch:
             self._round(entries, 0, setting, watch)  # connections are made, pages touched, rounds estimated
             start = time.perf_counter()
@@ -119,30 +125,30 @@ class _Bench:
         cells = [self._close(entry, setting) for entry in entries]
         return cells if dist.get_rank() == 0 else []
 
-    def _round(self, entries: list[_Entry], number: int, setting: Setting, watch: Clock) -> None:
+    def _round(self, entries: list[_VariantTimes], number: int, setting: Setting, watch: Clock) -> None:
         for entry in Random(number).sample(entries, len(entries)):  # the same order on every rank
-            self._truth.fill(entry.tensor)
+            self._expected.fill(entry.tensor)
             if setting.cache == COLD:
                 self._sweep.neg_()
             seconds = self._time(watch, entry.call)
-            entry.wrong += self._truth.count_wrong(entry.tensor)
+            entry.wrong += self._expected.count_wrong(entry.tensor)
             if setting.cache != COLD and self._nbytes <= _SMALL_NBYTES:
                 seconds = self._time(watch, partial(_repeat, entry.call)) / _IN_A_ROW
             if number > 0:
                 entry.seconds.append(seconds)
 
     def _time(self, watch: Clock, call: Call) -> float:
-        seconds = watch(self._gate.arrive, call)
-        self._gate.arrive()  # where ranks share cores, who is done would take one from who is not, for checking
+        seconds = watch(self._barrier.arrive, call)
+        self._barrier.arrive()  # where ranks share cores, who is done would take one from who is not, for checking
         return seconds
 
     def _num_rounds(self, round_s: float) -> int:
-        if self._question.rounds is not None:
-            return self._question.rounds
-        fitting = int(_SECONDS / self._question.num_contests / round_s)
+        if self._config.rounds is not None:
+            return self._config.rounds
+        fitting = int(_SECONDS / self._config.num_comparisons / round_s)
         return decide(min(_MOST, max(_FEWEST, fitting)))[0]
 
-    def _close(self, entry: _Entry, setting: Setting) -> dict[str, Any]:
+    def _close(self, entry: _VariantTimes, setting: Setting) -> dict[str, Any]:
         rows = collect([*entry.seconds, entry.wrong])
         return {
             "arm": entry.name,

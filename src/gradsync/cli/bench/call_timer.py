@@ -23,7 +23,7 @@ def clock(busy: bool) -> Iterator[Clock]:
     if not busy:
         yield _time
         return
-    side = _Side()
+    side = _SideThread()
     try:
         yield side.time
     finally:
@@ -37,7 +37,7 @@ def _time(arrive: Step, call: Step) -> float:
     return time.perf_counter() - start
 
 
-class _Side:
+class _SideThread:
     """A thread that makes the calls."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class _Side:
     def time(self, arrive: Step, call: Step) -> float:
         self._steps, self._done = (arrive, call), False
         self._begin.release()
-        self._spin.acquire()  # asleep until all ranks are here: the way to the gate is not what is measured
+        self._spin.acquire()  # asleep until all ranks are here: the way to the barrier is not what is measured
         while not self._done:
             pass
         if self._error is not None:
@@ -69,13 +69,13 @@ class _Side:
         while self._begin.acquire() and self._steps is not None:
             arrive, call = self._steps
             try:
-                self._seconds = _time(partial(self._let_spin, arrive), call)
+                self._seconds = _time(partial(self._arrive_and_spin, arrive), call)
             except BaseException as error:
                 self._error = error
                 if self._spin.locked():
                     self._spin.release()
             self._done = True
 
-    def _let_spin(self, arrive: Step) -> None:
+    def _arrive_and_spin(self, arrive: Step) -> None:
         arrive()
         self._spin.release()

@@ -14,16 +14,23 @@ from rich.console import Console
 
 from gradsync import files
 from gradsync.algorithms.draw import draw
-from gradsync.cli.bench.arms import ARMS, MPI, MPI_DTYPES, line_up, out_of_place, parse_arms
+from gradsync.cli.bench.all_reduce_variants import (
+    MPI,
+    MPI_DTYPES,
+    VARIANTS,
+    choose_variants,
+    one_host_only,
+    parse_variants,
+)
+from gradsync.cli.bench.bench_config import COLD, DTYPES, WARM, BenchConfig
+from gradsync.cli.bench.bench_result import BenchResult
 from gradsync.cli.bench.draw_schedule import RECIPES, parse_hosts, sketch
 from gradsync.cli.bench.expected_sums import max_ranks
 from gradsync.cli.bench.hardware import cores, free_memory_nbytes
 from gradsync.cli.bench.memory_bandwidth import sweep_nbytes
 from gradsync.cli.bench.mpirun import missing_mpi
 from gradsync.cli.bench.plot import plot
-from gradsync.cli.bench.question import COLD, DTYPES, WARM, BenchQuestion
 from gradsync.cli.bench.rank_exchange import spread_over_hosts
-from gradsync.cli.bench.result import BenchResult
 from gradsync.cli.bench.sizes import parse_sizes, show_size
 from gradsync.cli.bench.start_bench import run_alone, run_as_rank
 from gradsync.cli.bench.text import FOOTNOTE, sentences, tables
@@ -70,7 +77,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     add("--ranks", type=whole_number(2, _MAX_RANKS), metavar="N", help="processes to start (one per core, at least 2)")
     add("--sizes", type=spoken(parse_sizes), default="1K..256M", help="as in 1K,1M,25M or 1K..256M (factor 4)")
     add("--dtype", choices=list(DTYPES), default="fp32", help="of the numbers (fp32)")
-    add("--algorithms", type=spoken(parse_arms), metavar="LIST", help=f"of {', '.join(ARMS)}; or all")
+    add("--algorithms", type=spoken(parse_variants), metavar="LIST", help=f"of {', '.join(VARIANTS)}; or all")
     add("--cache", choices=list(_CACHES), default="warm", help="what the caches hold before a call (warm)")
     add("--busy", action="store_true", help="also measure while the main thread computes in Python")
     add("--rounds", type=whole_number(1, 100_000), metavar="N", help="calls of each arm (as fit into a minute)")
@@ -111,11 +118,11 @@ def _draw(options: argparse.Namespace) -> int:
 
 def _measure_alone(options: argparse.Namespace) -> BenchResult:
     ranks = options.ranks or _default_ranks()
-    arms = line_up(options.algorithms, one_host=True, mpi=_wants_mpi(options, missing_mpi()))
+    arms = choose_variants(options.algorithms, one_host=True, mpi=_wants_mpi(options, missing_mpi()))
     _check_memory(options.sizes, arms, ranks)
-    question = _question(options, arms)
-    _introduce(question, f"{ranks} ranks of this machine", options.json)
-    return run_alone(question, ranks, quiet=options.json)
+    config = _config(options, arms)
+    _introduce(config, f"{ranks} ranks of this machine", options.json)
+    return run_alone(config, ranks, quiet=options.json)
 
 
 def _measure_as_rank(options: argparse.Namespace, task: Task) -> BenchResult | None:
@@ -127,14 +134,14 @@ def _measure_as_rank(options: argparse.Namespace, task: Task) -> BenchResult | N
     mpi = _wants_mpi(options, no_mpi)
     init()
     place = spread_over_hosts()
-    arms = line_up(options.algorithms, place.num_hosts == 1, mpi)
-    if place.num_hosts > 1 and (misfits := out_of_place(arms)):
+    arms = choose_variants(options.algorithms, place.num_hosts == 1, mpi)
+    if place.num_hosts > 1 and (misfits := one_host_only(arms)):
         raise BadInput(f"gradsync bench: {misfits[0]} needs all ranks on one host, here are {place.num_hosts}")
     _check_memory(options.sizes, arms, place.ranks_here)
-    question = _question(options, arms)
+    config = _config(options, arms)
     if task.rank == 0:
-        _introduce(question, f"{task.world_size} ranks, {place.ranks_here} of them on this host", options.json)
-    result = run_as_rank(question, place, quiet=options.json)
+        _introduce(config, f"{task.world_size} ranks, {place.ranks_here} of them on this host", options.json)
+    result = run_as_rank(config, place, quiet=options.json)
     dist.barrier()
     dist.destroy_process_group()
     return result
@@ -142,7 +149,7 @@ def _measure_as_rank(options: argparse.Namespace, task: Task) -> BenchResult | N
 
 def _wants_mpi(options: argparse.Namespace, missing: str | None) -> bool:
     """Whether MPI takes part; a sentence if it was named and cannot."""
-    named = options.algorithms is not None and MPI in options.algorithms and set(options.algorithms) != set(ARMS)
+    named = options.algorithms is not None and MPI in options.algorithms and set(options.algorithms) != set(VARIANTS)
     if options.no_mpi:
         missing = "--no-mpi leaves it out"
     elif options.dtype not in MPI_DTYPES:
@@ -152,9 +159,9 @@ def _wants_mpi(options: argparse.Namespace, missing: str | None) -> bool:
     return missing is None
 
 
-def _question(options: argparse.Namespace, arms: tuple[str, ...]) -> BenchQuestion:
+def _config(options: argparse.Namespace, arms: tuple[str, ...]) -> BenchConfig:
     busy = (False, True) if options.busy else (False,)
-    return BenchQuestion(options.sizes, options.dtype, arms, _CACHES[options.cache], busy, options.rounds)
+    return BenchConfig(options.sizes, options.dtype, arms, _CACHES[options.cache], busy, options.rounds)
 
 
 def _check_sizes(options: argparse.Namespace) -> None:
@@ -171,7 +178,7 @@ def _check_sizes(options: argparse.Namespace) -> None:
 
 def _check_memory(sizes: tuple[int, ...], arms: tuple[str, ...], ranks: int) -> None:
     """Each rank holds a tensor of each kind, what an algorithm copies, and the buffer that empties caches."""
-    kinds = len({ARMS[name].shared for name in arms})
+    kinds = len({VARIANTS[name].shared for name in arms})
     needed, free = ranks * ((kinds + 1) * max(sizes) + sweep_nbytes()), free_memory_nbytes()
     if needed > free:
         raise BadInput(
@@ -207,9 +214,9 @@ def _show(result: BenchResult, options: argparse.Namespace) -> int:
     return 1 if result.wrong else 0
 
 
-def _introduce(question: BenchQuestion, where: str, quiet: bool) -> None:
+def _introduce(config: BenchConfig, where: str, quiet: bool) -> None:
     if not quiet:
-        Console(stderr=True, highlight=False).print(f"All-reduce of {question.dtype} on {where}.")
+        Console(stderr=True, highlight=False).print(f"All-reduce of {config.dtype} on {where}.")
 
 
 def _default_ranks() -> int:

@@ -11,7 +11,7 @@ _EXACT_ELSEWHERE = 2**20
 _PERIOD = 65521
 
 
-class Truth:
+class ExpectedSums:
     """The numbers of one rank, and their sum over all ranks.
 
     Numbers repeat after `_PERIOD` elements: so few that filling a tensor leaves the rest of the cache alone.

@@ -29,13 +29,13 @@ def make_sweep() -> torch.Tensor:
     return torch.ones(sweep_nbytes() // 4)
 
 
-def memory_bandwidth(gate: RankBarrier, buffer: torch.Tensor) -> float:
+def memory_bandwidth(barrier: RankBarrier, buffer: torch.Tensor) -> float:
     """Bytes per second that all ranks of the host together read and write: the best of several passes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     seconds = torch.empty(_PASSES, dtype=torch.float64)
     for index in range(_PASSES):
-        gate.arrive()
+        barrier.arrive()
         start = time.perf_counter()
         buffer.neg_()
         seconds[index] = time.perf_counter() - start

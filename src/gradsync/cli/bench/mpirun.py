@@ -22,11 +22,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from gradsync.cli.bench.bench_worker import compete
+from gradsync.cli.bench.bench_worker import run_bench
 from gradsync.errors import GradSyncError
 from gradsync.launch.init import init
 
-QUESTION, OUTPUT = "question", "output"
+CONFIG, OUTPUT = "config", "output"
 
 _TOLD_LINES = 20
 _END_S = 10.0
@@ -45,9 +45,9 @@ def missing_mpi() -> str | None:
     return None if "Open MPI" in said else f"{mpirun} is not Open MPI's"
 
 
-def run_under_mpirun(question: str, ranks: int, threads: int, folder: str, timeout: float) -> None:
-    """Run `compete` on ranks of this machine; on return, or whatever happens, all of them have ended."""
-    (Path(folder) / QUESTION).write_text(question)
+def run_under_mpirun(config: str, ranks: int, threads: int, folder: str, timeout: float) -> None:
+    """Run `run_bench` on ranks of this machine; on return, or whatever happens, all of them have ended."""
+    (Path(folder) / CONFIG).write_text(config)
     command = ["mpirun", "-n", str(ranks), "--oversubscribe", "--bind-to", "none", sys.executable]
     command += ["-m", "gradsync.cli.bench.mpirun", folder, str(os.getpid())]
     with (
@@ -100,7 +100,7 @@ def main(folder: str, bench: int) -> None:
     threading.Thread(target=_end_with, args=(bench, os.getppid()), name="watch-parents", daemon=True).start()
     try:
         init()
-        compete((Path(folder) / QUESTION).read_text(), folder)
+        run_bench((Path(folder) / CONFIG).read_text(), folder)
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:

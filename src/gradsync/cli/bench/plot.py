@@ -11,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from gradsync import svg
+from gradsync.cli.bench.bench_config import Setting
+from gradsync.cli.bench.bench_result import BenchResult, Cell
 from gradsync.cli.bench.memory_bandwidth import bound_s
-from gradsync.cli.bench.question import Setting
-from gradsync.cli.bench.result import BenchResult, Cell
 from gradsync.cli.bench.sizes import show_size
 from gradsync.cli.bench.text import show_seconds
 

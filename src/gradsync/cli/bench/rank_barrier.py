@@ -32,14 +32,14 @@ class RankBarrier(Protocol):
         """Return when every rank has called this."""
 
 
-class GroupGate:
+class GroupBarrier:
     """The process group's own barrier, for ranks that share no memory."""
 
     def arrive(self) -> None:
         dist.barrier()
 
 
-class HostGate:
+class HostBarrier:
     """Counters in shared memory, for ranks of one host."""
 
     def __init__(self, page: mmap.mmap, rank: int, world_size: int) -> None:
@@ -65,18 +65,18 @@ class HostGate:
 
 
 @contextmanager
-def open_gate(one_host: bool) -> Iterator[RankBarrier]:
-    """A gate for the ranks of the default group; all of them call this."""
+def open_barrier(one_host: bool) -> Iterator[RankBarrier]:
+    """A barrier for the ranks of the default group; all of them call this."""
     if not one_host:
-        yield GroupGate()
+        yield GroupBarrier()
         return
     rank, world_size = dist.get_rank(), dist.get_world_size()
     with _page(world_size * _STRIDE * 8) as page:
-        gate = HostGate(page, rank, world_size)
+        barrier = HostBarrier(page, rank, world_size)
         try:
-            yield gate
+            yield barrier
         finally:
-            gate.close()
+            barrier.close()
 
 
 @contextmanager
@@ -84,7 +84,7 @@ def _page(nbytes: int) -> Iterator[mmap.mmap]:
     """Zeros that all ranks see: rank 0 makes them, the others open its file descriptor."""
     own = -1
     if dist.get_rank() == 0:
-        own = os.memfd_create("gradsync-gate", os.MFD_CLOEXEC)
+        own = os.memfd_create("gradsync-barrier", os.MFD_CLOEXEC)
         os.ftruncate(own, nbytes)
     pid, fd = decide(os.getpid(), own)
     if own < 0:

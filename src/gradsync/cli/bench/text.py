@@ -6,10 +6,10 @@ from itertools import groupby
 
 from rich.table import Table
 
-from gradsync.cli.bench.arms import ARMS, GLOO
-from gradsync.cli.bench.other_work import disturbance
-from gradsync.cli.bench.question import Setting
-from gradsync.cli.bench.result import BenchResult, Cell, times_faster
+from gradsync.cli.bench.all_reduce_variants import GLOO, VARIANTS
+from gradsync.cli.bench.bench_config import Setting
+from gradsync.cli.bench.bench_result import BenchResult, Cell, times_faster
+from gradsync.cli.bench.other_processes import disturbance
 from gradsync.cli.bench.sizes import show_size
 
 FOOTNOTE = (
@@ -28,7 +28,7 @@ def tables(result: BenchResult) -> list[Table]:
 def sentences(result: BenchResult) -> list[str]:
     """What the arms are, how fast memory is, and whether all results were right."""
     arms = dict.fromkeys(cell.arm for cell in result.cells)
-    told = ["; ".join(f"{arm}: {ARMS[arm].says}" for arm in arms) + "."]
+    told = ["; ".join(f"{arm}: {VARIANTS[arm].says}" for arm in arms) + "."]
     if result.memory_bandwidth is not None:
         told.append(
             f"{result.ranks} processes at once read and write memory at {result.memory_bandwidth / 1e9:.1f} GB/s; "
@@ -66,8 +66,8 @@ def _table(result: BenchResult, setting: Setting, cells: list[Cell]) -> Table:
     grid.add_column("arm", no_wrap=True)
     for name in ("time", "algbw\nGB/s", "busbw\nGB/s", "bound", "× gloo", "wrong"):
         grid.add_column(name, justify="right", no_wrap=True)
-    for nbytes, line_up in groupby(cells, key=lambda cell: cell.nbytes):
-        for index, cell in enumerate(line_up):
+    for nbytes, compared in groupby(cells, key=lambda cell: cell.nbytes):
+        for index, cell in enumerate(compared):
             grid.add_row(show_size(nbytes) if index == 0 else "", *_row(result, cell))
         grid.add_section()
     return grid
@@ -82,7 +82,7 @@ def _row(result: BenchResult, cell: Cell) -> list[str]:
         _three_digits(cell.algbw / 1e9),
         _three_digits(result.busbw(cell) / 1e9),
         "-" if fraction is None else f"{100 * fraction:.0f} %",
-        "-" if cell.arm == GLOO else f"{times_faster(cell, result.rival(cell, GLOO)):.2f}",
+        "-" if cell.arm == GLOO else f"{times_faster(cell, result.counterpart(cell, GLOO)):.2f}",
         str(cell.wrong),
     ]
 

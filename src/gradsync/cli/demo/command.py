@@ -11,20 +11,20 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from gradsync.cli.demo.slow_link import result as slow_result
-from gradsync.cli.demo.slow_link import text as slow_telling
-from gradsync.cli.demo.slow_link.arms import ARMS as SLOW_ARMS
+from gradsync.cli.demo.slow_link import link_result as link_result
+from gradsync.cli.demo.slow_link import text as link_text
+from gradsync.cli.demo.slow_link.link_variants import VARIANTS as LINK_VARIANTS
 from gradsync.cli.demo.slow_link.privileges import check_link, has_rights, rerun
 from gradsync.cli.demo.slow_link.shaped_link import Shaper, bits_per_second
 from gradsync.cli.demo.slow_link.train_over_link import train as train_over_link
-from gradsync.cli.demo.story import slow_input_text as late_telling
-from gradsync.cli.demo.story.arms import ARMS, DDP, GRADSYNC, MAX_RANKS, train
+from gradsync.cli.demo.story import slow_input_text as slow_input_text
 from gradsync.cli.demo.story.corpus import read_library
 from gradsync.cli.demo.story.demo_model import DemoShape, build
-from gradsync.cli.demo.story.killed_rank import KILL_STEP, Death, Fate, watch_death
-from gradsync.cli.demo.story.result import DemoResult, sum_up
-from gradsync.cli.demo.story.slow_input import TRACE, Slowness, read_slowness, train_slowly
+from gradsync.cli.demo.story.demo_result import DemoResult, sum_up
+from gradsync.cli.demo.story.killed_rank import KILL_STEP, RankDeath, SurvivorReport, watch_death
+from gradsync.cli.demo.story.slow_input import TRACE, SlowInput, read_slow_input, train_slowly
 from gradsync.cli.demo.story.text import FOOTNOTE, sentences, table
+from gradsync.cli.demo.story.train_variants import DDP, GRADSYNC, MAX_RANKS, VARIANTS, train
 from gradsync.cli.local_ranks import local_ranks
 from gradsync.cli.shared import BadInput, Parser, whole_number, wide_console
 
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
     if options.slow_link is not None:
         return _slow_link(options)
     if options.slow is not None:
-        _print_slowness(_slow(options), options.json)
+        _print_slow_input(_slow(options), options.json)
         return 0
     options.steps, options.shape = options.steps or _STEPS, options.shape or _SHAPE
     text = read_library()
@@ -125,42 +125,42 @@ def _slow_link(options: argparse.Namespace) -> int:
     return 0
 
 
-def _train_over(options: argparse.Namespace) -> slow_result.LinkResult:
+def _train_over(options: argparse.Namespace) -> link_result.LinkResult:
     shaper = Shaper.of(options.slow_link)
     check_link(shaper)
     threads, size = _threads(2), _num_parameters(options.shape)
     if not options.json:
         _introduce(size, len(read_library().train), f"2 ranks of this machine with {options.slow_link} between them")
-    title = f"training, {len(SLOW_ARMS)} arms in turn"
-    with local_ranks(2, threads, len(SLOW_ARMS) * options.steps, title, options.json) as (pool, folder):
-        books = pool.run(train_over_link, options.shape, options.steps, shaper, folder, timeout=_HOUR_S)
-    ledgers, busy_cores = [ledgers for ledgers, _ in books], books[0][1]
-    return slow_result.sum_up(ledgers, options.slow_link, threads, options.steps, size, busy_cores)
+    title = f"training, {len(LINK_VARIANTS)} arms in turn"
+    with local_ranks(2, threads, len(LINK_VARIANTS) * options.steps, title, options.json) as (pool, folder):
+        told = pool.run(train_over_link, options.shape, options.steps, shaper, folder, timeout=_HOUR_S)
+    records, busy_cores = [records for records, _ in told], told[0][1]
+    return link_result.sum_up(records, options.slow_link, threads, options.steps, size, busy_cores)
 
 
 def _compare(options: argparse.Namespace, num_characters: int) -> DemoResult:
     threads, size = _threads(options.ranks), _num_parameters(options.shape)
     if not options.json:
         _introduce(size, num_characters, f"{options.ranks} ranks of this machine")
-    total = len(ARMS) * options.steps
+    total = len(VARIANTS) * options.steps
     with local_ranks(options.ranks, threads, total, "training, 4 arms in turn", options.json) as (pool, folder):
-        ledgers = pool.run(train, options.shape, options.steps, folder, timeout=_HOUR_S)
-    return sum_up(ledgers, threads, options.steps, size)
+        records = pool.run(train, options.shape, options.steps, folder, timeout=_HOUR_S)
+    return sum_up(records, threads, options.steps, size)
 
 
-def _kill(options: argparse.Namespace) -> list[Death]:
+def _kill(options: argparse.Namespace) -> list[RankDeath]:
     title, threads = f"training until rank {options.kill} dies, twice", _threads(options.ranks)
     with local_ranks(options.ranks, threads, 2 * KILL_STEP, title, options.json) as (pool, folder):
         return [watch_death(pool, arm, options.kill, options.shape, folder) for arm in (GRADSYNC, DDP)]
 
 
-def _slow(options: argparse.Namespace) -> Slowness:
+def _slow(options: argparse.Namespace) -> SlowInput:
     options.steps, options.shape = options.steps or _LATE_STEPS, options.shape or _SHAPE
     title, threads = f"training with a trace, rank {options.slow} slowed", _threads(options.ranks)
     with local_ranks(options.ranks, threads, options.steps, title, options.json) as (pool, folder):
         told = (options.slow, options.shape, options.steps, folder)
         busy_cores, *_ = pool.run(train_slowly, *told, timeout=_HOUR_S)
-        return read_slowness(Path(folder, TRACE), options.slow, busy_cores)
+        return read_slow_input(Path(folder, TRACE), options.slow, busy_cores)
 
 
 def _threads(ranks: int) -> int:
@@ -191,20 +191,20 @@ def _print_result(result: DemoResult, as_json: bool) -> None:
     console.print("\nNext: gradsync demo --kill 1    what happens when a rank dies")
 
 
-def _print_slow_link(result: slow_result.LinkResult, as_json: bool) -> None:
+def _print_slow_link(result: link_result.LinkResult, as_json: bool) -> None:
     console = wide_console()
     if as_json:
         console.out(json.dumps(result.as_json(), indent=2))
         return
-    console.print(slow_telling.table(result))
-    console.print(slow_telling.FOOTNOTE, style="dim")
+    console.print(link_text.table(result))
+    console.print(link_text.FOOTNOTE, style="dim")
     console.print()
-    for sentence in slow_telling.sentences(result):
+    for sentence in link_text.sentences(result):
         console.print(f"• {sentence}")
     console.print("\nNext: gradsync demo    what it costs to keep replicas the same on one host")
 
 
-def _print_deaths(deaths: list[Death], as_json: bool) -> None:
+def _print_deaths(deaths: list[RankDeath], as_json: bool) -> None:
     console = wide_console()
     if as_json:
         console.out(json.dumps({"command": "demo", "deaths": [death.as_json() for death in deaths]}, indent=2))
@@ -214,27 +214,27 @@ def _print_deaths(deaths: list[Death], as_json: bool) -> None:
     )
     for death in deaths:
         console.print(f"\n[bold]{death.arm}[/bold]")
-        for fate in death.fates:
-            console.print(Padding(_spoken(fate), (0, 0, 0, 2)))
+        for report in death.fates:
+            console.print(Padding(_spoken(report), (0, 0, 0, 2)))
     console.print()
     for death in deaths:
         console.print(f"• {death.arm}: {death.summary()}.")
     console.print("\nNext: gradsync demo    what it costs to keep replicas the same")
 
 
-def _print_slowness(result: Slowness, as_json: bool) -> None:
+def _print_slow_input(result: SlowInput, as_json: bool) -> None:
     console = wide_console()
     if as_json:
         console.out(json.dumps(result.as_json(), indent=2))
         return
-    console.print(late_telling.table(result))
-    console.print(late_telling.FOOTNOTE, style="dim")
+    console.print(slow_input_text.table(result))
+    console.print(slow_input_text.FOOTNOTE, style="dim")
     console.print()
-    for sentence in late_telling.sentences(result):
+    for sentence in slow_input_text.sentences(result):
         console.print(f"• {sentence}", markup=False)
     console.print('\nNext: gs.attach(model, optimizer, trace="run") in your own training; gradsync report run')
 
 
-def _spoken(fate: Fate) -> Text:
-    said = fate.message if fate.error is None else f"{fate.error}: {fate.message}"
-    return Text(f"rank {fate.rank} after {fate.seconds:.2f} s: {said}")
+def _spoken(report: SurvivorReport) -> Text:
+    said = report.message if report.error is None else f"{report.error}: {report.message}"
+    return Text(f"rank {report.rank} after {report.seconds:.2f} s: {said}")

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from gradsync.cli.plan.figures import printable
 from gradsync.cli.shared import BadInput
-from gradsync.report.post_mortem.first_event import Account, first_event, quiet_end
-from gradsync.report.post_mortem.last_seen import Seen, last_seen
+from gradsync.report.post_mortem.first_event import Incident, first_event, quiet_end
+from gradsync.report.post_mortem.last_seen import LastSeen, last_seen
 from gradsync.report.summary import Summary, summarize
 from gradsync.trace.reader import RunTrace, read_run
 from gradsync.units import show_seconds
@@ -29,12 +29,12 @@ def tell_run(console: Console, folder: Path, as_json: bool) -> int:
     except ValueError as error:
         raise BadInput(f"gradsync doctor: {printable(str(error))}") from None
     now = time.time()
-    account, summary = first_event(run, now), summarize(run)
+    incident, summary = first_event(run, now), summarize(run)
     if as_json:
-        console.out(json.dumps(_record(run, account, summary, now), indent=1))
+        console.out(json.dumps(_record(run, incident, summary, now), indent=1))
     else:
-        _show(console, run, account, summary, now)
-    return 1 if account is not None or slow(summary) else 0
+        _show(console, run, incident, summary, now)
+    return 1 if incident is not None or slow(summary) else 0
 
 
 def slow(summary: Summary) -> list[str]:
@@ -42,20 +42,20 @@ def slow(summary: Summary) -> list[str]:
     return [*(blame.text for blame in summary.blame), *(link.text for link in summary.links)]
 
 
-def _show(console: Console, run: RunTrace, account: Account | None, summary: Summary, now: float) -> None:
-    head = quiet_end(run, now) if account is None else account.text
-    console.print(Text(printable(head), style="bold" if account is None else "bold red"))
-    if account is not None:
-        console.print(Text(f"What to do: {printable(account.advice)}"))
+def _show(console: Console, run: RunTrace, incident: Incident | None, summary: Summary, now: float) -> None:
+    head = quiet_end(run, now) if incident is None else incident.text
+    console.print(Text(printable(head), style="bold" if incident is None else "bold red"))
+    if incident is not None:
+        console.print(Text(f"What to do: {printable(incident.advice)}"))
     for sentence in slow(summary):
         console.print(Text(f"Slow: {printable(sentence)}.", style="yellow"))
     console.print()
     console.print(_table(last_seen(run)))
-    if account is None and not slow(summary):
+    if incident is None and not slow(summary):
         console.print(Text(f"gradsync report {printable(str(run.folder))} says what its steps cost.", style="dim"))
 
 
-def _table(seen: dict[int, Seen]) -> Table:
+def _table(seen: dict[int, LastSeen]) -> Table:
     table = Table(title="the ranks, when they were last seen", title_justify="left", title_style="bold")
     table.add_column("rank", justify="right")
     for name in ("host", "pid"):
@@ -70,20 +70,20 @@ def _table(seen: dict[int, Seen]) -> Table:
     return table
 
 
-def _row(each: Seen, last: float) -> list[str]:
+def _row(each: LastSeen, last: float) -> list[str]:
     ended = each.ended if each.error is None else each.error.what
     step = "-" if each.step is None else str(each.step)
     ago = "-" if each.at is None else show_seconds(last - each.at)
     return [str(each.rank), each.host, str(each.pid), step, ago, each.doing.removeprefix("it "), ended or "(no word)"]
 
 
-def _record(run: RunTrace, account: Account | None, summary: Summary, now: float) -> dict[str, Any]:
+def _record(run: RunTrace, incident: Incident | None, summary: Summary, now: float) -> dict[str, Any]:
     seen = last_seen(run).values()
     return {
         "command": "doctor",
         "run": str(run.folder),
-        "happened": None if account is None else vars(account),
-        "conclusion": quiet_end(run, now) if account is None else account.text,
+        "happened": None if incident is None else vars(incident),
+        "conclusion": quiet_end(run, now) if incident is None else incident.text,
         "verdict": summary.verdict,
         "slow": slow(summary),
         "ranks": [{**each._asdict(), "error": None if each.error is None else each.error.what} for each in seen],

@@ -10,7 +10,7 @@ from gradsync.cli.doctor.check_network import check_interfaces, check_mtu, check
 from gradsync.cli.doctor.check_variables import check_variables
 from gradsync.cli.doctor.check_versions import check_backends, check_library, check_versions
 from gradsync.cli.doctor.finding import Finding
-from gradsync.cli.doctor.measured_links import Measured, check_clocks, check_links
+from gradsync.cli.doctor.measured_links import MeasuredLinks, check_clocks, check_links
 from gradsync.cli.doctor.rank_facts import Facts
 
 CHECKS = (
@@ -29,7 +29,7 @@ CHECKS = (
 )
 
 
-def examine(facts: Sequence[Facts], measured: Measured | None, *known: Finding) -> list[Finding]:
+def examine(facts: Sequence[Facts], measured: MeasuredLinks | None, *known: Finding) -> list[Finding]:
     """What all checks find, and what is known already, the worst first."""
     found = [*(finding for check in CHECKS for finding in check(facts)), *known]
     if measured is not None:

@@ -13,7 +13,7 @@ from gradsync.cli.doctor.after_crash import tell_run
 from gradsync.cli.doctor.all_checks import examine
 from gradsync.cli.doctor.finding import Finding, Grade
 from gradsync.cli.doctor.gather import gather
-from gradsync.cli.doctor.measured_links import Measured
+from gradsync.cli.doctor.measured_links import MeasuredLinks
 from gradsync.cli.doctor.meet_ranks import measure_here, measure_together, share
 from gradsync.cli.doctor.rank_facts import Facts
 from gradsync.cli.doctor.text import as_json, tell
@@ -42,12 +42,12 @@ under a launcher, on one host or several, differences between ranks are found to
 """
 
 
-class Checkup(NamedTuple):
+class DoctorResult(NamedTuple):
     """What a check-up gave."""
 
     findings: list[Finding]
     facts: Sequence[Facts]
-    measured: Measured | None
+    measured: MeasuredLinks | None
     together: bool  # all ranks came
 
 
@@ -89,17 +89,17 @@ def run(options: argparse.Namespace) -> int:
     return _code(checkup)
 
 
-def _alone(options: argparse.Namespace, own: Facts) -> Checkup:
+def _alone(options: argparse.Namespace, own: Facts) -> DoctorResult:
     if options.brief:
-        return Checkup(examine([own], None), [own], None, True)
+        return DoctorResult(examine([own], None), [own], None, True)
     try:
         measured = measure_here(options.ranks or _DEFAULT_RANKS, options.json)
     except GradSyncError as error:
-        return Checkup(examine([own], None, _not_measured(error)), [own], None, True)
-    return Checkup(examine([own], measured), [own], measured, True)
+        return DoctorResult(examine([own], None, _not_measured(error)), [own], None, True)
+    return DoctorResult(examine([own], measured), [own], measured, True)
 
 
-def _together(options: argparse.Namespace, task: Task, own: Facts) -> Checkup:
+def _together(options: argparse.Namespace, task: Task, own: Facts) -> DoctorResult:
     if options.ranks not in (None, task.world_size):
         raise BadInput(
             f"gradsync doctor: --ranks {options.ranks}, but {task.launcher} started {task.world_size}: "
@@ -108,20 +108,20 @@ def _together(options: argparse.Namespace, task: Task, own: Facts) -> Checkup:
     try:
         facts = share(task, own)
     except LaunchError as error:
-        return Checkup(examine([own], None, _apart(error)), [own], None, False)
+        return DoctorResult(examine([own], None, _apart(error)), [own], None, False)
     if options.brief:
-        return Checkup(examine(facts, None), facts, None, True)
+        return DoctorResult(examine(facts, None), facts, None, True)
     try:
         measured = measure_together(options.json)
     except GradSyncError as error:
-        return Checkup(examine(facts, None, _not_measured(error)), facts, None, True)
-    return Checkup(examine(facts, measured), facts, measured, True)
+        return DoctorResult(examine(facts, None, _not_measured(error)), facts, None, True)
+    return DoctorResult(examine(facts, measured), facts, measured, True)
 
 
-def _damaged(own: Facts, error: LaunchError) -> Checkup:
+def _damaged(own: Facts, error: LaunchError) -> DoctorResult:
     fix = "torchrun --nproc-per-node=2 --no-python gradsync doctor"
     finding = Finding(Grade.WRONG, "the launcher's environment does not say who this is", str(error), fix)
-    return Checkup(examine([own], None, finding), [own], None, False)
+    return DoctorResult(examine([own], None, finding), [own], None, False)
 
 
 def _apart(error: LaunchError) -> Finding:
@@ -140,7 +140,7 @@ def _not_measured(error: GradSyncError) -> Finding:
     )
 
 
-def _show(checkup: Checkup, machines: bool) -> None:
+def _show(checkup: DoctorResult, machines: bool) -> None:
     console = wide_console()
     if machines:
         console.out(json.dumps(as_json(checkup.findings, checkup.facts, checkup.measured), indent=1))
@@ -148,5 +148,5 @@ def _show(checkup: Checkup, machines: bool) -> None:
         tell(console, checkup.findings)
 
 
-def _code(checkup: Checkup) -> int:
+def _code(checkup: DoctorResult) -> int:
     return int(any(finding.grade == Grade.WRONG for finding in checkup.findings))

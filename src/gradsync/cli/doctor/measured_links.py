@@ -17,8 +17,8 @@ from gradsync.cli.doctor.check_network import chosen_nic
 from gradsync.cli.doctor.finding import Finding, Grade
 from gradsync.cli.doctor.rank_facts import Facts
 from gradsync.cluster import Link
-from gradsync.probe.pairs import Pair, rounds_of, slow_links
-from gradsync.probe.probe_group import Crew, gather_crew
+from gradsync.probe.pairs import HostPair, rounds_of, slow_links
+from gradsync.probe.probe_group import ProbeGroup, open_probe_group
 from gradsync.transport.groups import MESSAGES
 from gradsync.transport.link_speed import LOAD_NBYTES, measure_pairs
 from gradsync.units import show_bits, show_seconds
@@ -43,7 +43,7 @@ class MeasuredLink(NamedTuple):
     bandwidth: float  # bytes per second
 
 
-class HostClock(NamedTuple):
+class HostClockOffset(NamedTuple):
     """How far a host's wall clock is ahead of rank 0's."""
 
     host: str
@@ -51,31 +51,31 @@ class HostClock(NamedTuple):
     error_s: float
 
 
-class Measured(NamedTuple):
+class MeasuredLinks(NamedTuple):
     """All of it."""
 
     across: bool = False  # between hosts
     wires: Sequence[MeasuredLink] = ()
     slow: Sequence[str] = ()  # a sentence for each
-    clocks: Sequence[HostClock] = ()
+    clocks: Sequence[HostClockOffset] = ()
 
 
-def measure_links(parent: dist.ProcessGroup, tick: Tick) -> Measured:
+def measure_links(parent: dist.ProcessGroup, tick: Tick) -> MeasuredLinks:
     """A second or so; `tick` is told each of the `STAGES`."""
-    with gather_crew(parent, brief=True) as crew:
+    with open_probe_group(parent, brief=True) as group:
         tick("meet")
-        across = len(crew.hosts) > 1
-        ranks = [host[0] for host in crew.hosts] if across else list(range(crew.size))
-        name_of = crew.name_of_host if across else crew.name_of
-        pairs, wires = _ring(crew, ranks, name_of)
+        across = len(group.hosts) > 1
+        ranks = [host[0] for host in group.hosts] if across else list(range(group.size))
+        name_of = group.name_of_host if across else group.name_of
+        pairs, wires = _ring(group, ranks, name_of)
         tick("links")
-        clocks = _clocks(crew) if across else []
+        clocks = _clocks(group) if across else []
         tick("clocks")
         # Over loopback a slow pair is one whose turn on the processor came late: no link to blame.
-        return Measured(across, wires, slow_links(pairs, name_of) if across else [], clocks)
+        return MeasuredLinks(across, wires, slow_links(pairs, name_of) if across else [], clocks)
 
 
-def check_links(measured: Measured, facts: Sequence[Facts]) -> list[Finding]:
+def check_links(measured: MeasuredLinks, facts: Sequence[Facts]) -> list[Finding]:
     """The odd link out, and links far below what their cards could do."""
     if not measured.wires:
         return []
@@ -100,7 +100,7 @@ def check_links(measured: Measured, facts: Sequence[Facts]) -> list[Finding]:
     return [Finding(Grade.OK, f"links {where}", f"{told}, {latency}; the slowest {slowest.first} → {slowest.second}")]
 
 
-def check_clocks(measured: Measured) -> list[Finding]:
+def check_clocks(measured: MeasuredLinks) -> list[Finding]:
     """Wall clocks, by which people compare logs."""
     far = [each for each in measured.clocks if abs(each.offset_s) - each.error_s > _APART_S]
     if far:
@@ -114,13 +114,15 @@ def check_clocks(measured: Measured) -> list[Finding]:
     return [Finding(Grade.OK, "clocks of the hosts", told)]
 
 
-def _ring(crew: Crew, ranks: Sequence[int], name_of: Callable[[int], str]) -> tuple[list[Pair], list[MeasuredLink]]:
+def _ring(
+    group: ProbeGroup, ranks: Sequence[int], name_of: Callable[[int], str]
+) -> tuple[list[HostPair], list[MeasuredLink]]:
     pairs, wires = [], []
     for together in rounds_of(len(ranks)):
-        tries = [measure_pairs(crew.lane, [(ranks[a], ranks[b]) for a, b in together]) for _ in range(_TRIES)]
+        tries = [measure_pairs(group.lane, [(ranks[a], ranks[b]) for a, b in together]) for _ in range(_TRIES)]
         for (a, b), links in zip(together, zip(*tries, strict=True), strict=True):
             best = _best(links)
-            pairs.append(Pair(a, b, best.bandwidth))
+            pairs.append(HostPair(a, b, best.bandwidth))
             wires.append(MeasuredLink(name_of(a), name_of(b), best.latency_s, best.bandwidth))
     return pairs, wires
 
@@ -136,30 +138,30 @@ def _best(links: Sequence[Link]) -> Link:
     return Link(latency_s, LOAD_NBYTES / max(load_s - 2 * latency_s, load_s / 10))
 
 
-def _clocks(crew: Crew) -> list[HostClock]:
+def _clocks(group: ProbeGroup) -> list[HostClockOffset]:
     """Rank 0 asks the first rank of every other host for the time, again and again; the shortest way there and back is
     the surest, and half of it the error."""
-    lane, firsts = crew.lane, [host[0] for host in crew.hosts[1:]]
+    lane, firsts = group.lane, [host[0] for host in group.hosts[1:]]
     told: list[tuple[float, float]] = [(0.0, 0.0)] * len(firsts)
 
     def talk() -> None:
         if lane.groups.rank == 0:
-            told[:] = [min((_ask(crew, rank) for _ in range(_PINGS)), key=lambda each: each[1]) for rank in firsts]
+            told[:] = [min((_ask(group, rank) for _ in range(_PINGS)), key=lambda each: each[1]) for rank in firsts]
         elif lane.groups.rank in firsts:
             for _ in range(_PINGS):
-                _answer(crew)
+                _answer(group)
 
     lane.wait(lane.send(talk, "the comparison of clocks", 0))
     row = b"".join(_TIME.pack(number) for each in told for number in each)
     numbers = [number for (number,) in _TIME.iter_unpack(lane.exchange(row, "the comparison of clocks")[0])]
     return [
-        HostClock(crew.name_of_host(index + 1), numbers[2 * index], numbers[2 * index + 1])
+        HostClockOffset(group.name_of_host(index + 1), numbers[2 * index], numbers[2 * index + 1])
         for index in range(len(firsts))
     ]
 
 
-def _ask(crew: Crew, rank: int) -> tuple[float, float]:
-    channel, message = crew.lane.groups.data[MESSAGES], torch.zeros(_TIME.size, dtype=torch.uint8, device="cpu")
+def _ask(group: ProbeGroup, rank: int) -> tuple[float, float]:
+    channel, message = group.lane.groups.data[MESSAGES], torch.zeros(_TIME.size, dtype=torch.uint8, device="cpu")
     begun, ahead = time.perf_counter(), time.time()
     channel.send(message, rank, _TAG).wait()
     channel.recv(message, rank, _TAG).wait()
@@ -167,7 +169,7 @@ def _ask(crew: Crew, rank: int) -> tuple[float, float]:
     return _TIME.unpack(bytes(message.numpy()))[0] - (ahead + took / 2), took / 2
 
 
-def _answer(crew: Crew) -> None:
-    channel, message = crew.lane.groups.data[MESSAGES], torch.zeros(_TIME.size, dtype=torch.uint8, device="cpu")
+def _answer(group: ProbeGroup) -> None:
+    channel, message = group.lane.groups.data[MESSAGES], torch.zeros(_TIME.size, dtype=torch.uint8, device="cpu")
     channel.recv(message, 0, _TAG).wait()
     channel.send(torch.frombuffer(bytearray(_TIME.pack(time.time())), dtype=torch.uint8), 0, _TAG).wait()

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from gradsync.cli.doctor.measured_links import STAGES, Measured, measure_links
+from gradsync.cli.doctor.measured_links import STAGES, MeasuredLinks, measure_links
 from gradsync.cli.doctor.rank_facts import Facts, facts_of
 from gradsync.cli.local_ranks import measure_alone, measure_as_rank
 from gradsync.launch.environment import Task
@@ -21,16 +21,16 @@ def share(task: Task, own: Facts) -> list[Facts]:
     """Every rank's facts, by rank. `LaunchError` if some do not come."""
     rendezvous = Rendezvous(task, timedelta(seconds=_BOUND_S))
     records = rendezvous.exchange("doctor", own.record())
-    rendezvous.farewell("doctor")
+    rendezvous.finish("doctor")
     return [facts_of(record) if rank != task.rank else own for rank, record in enumerate(records)]
 
 
-def measure_here(ranks: int, quiet: bool) -> Measured:
+def measure_here(ranks: int, quiet: bool) -> MeasuredLinks:
     """On processes of this machine."""
     return measure_alone(measure_links, ranks, len(STAGES), quiet, _BOUND_S)
 
 
-def measure_together(quiet: bool) -> Measured:
+def measure_together(quiet: bool) -> MeasuredLinks:
     """As one of a launcher's ranks."""
     init("gloo", timeout=_BOUND_S)
     try:

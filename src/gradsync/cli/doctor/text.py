@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gradsync.cli.doctor.finding import Finding, Grade
-from gradsync.cli.doctor.measured_links import Measured
+from gradsync.cli.doctor.measured_links import MeasuredLinks
 from gradsync.cli.doctor.rank_facts import Facts
 from gradsync.cli.plan.figures import printable
 
@@ -53,9 +53,9 @@ def tell(console: Console, findings: Sequence[Finding]) -> None:
         console.print(Text(f"{'':{_INDENT}}fix: {printable(finding.fix)}", style="cyan"), soft_wrap=True)
 
 
-def as_json(findings: Sequence[Finding], facts: Sequence[Facts], measured: Measured | None) -> dict[str, Any]:
+def as_json(findings: Sequence[Finding], facts: Sequence[Facts], measured: MeasuredLinks | None) -> dict[str, Any]:
     """For machines."""
-    found = measured or Measured()
+    found = measured or MeasuredLinks()
     return {
         "command": "doctor",
         "conclusion": conclusion(findings),

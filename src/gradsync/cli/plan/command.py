@@ -15,8 +15,8 @@ from gradsync.cli.plan import as_json, check_run
 from gradsync.cli.plan.answer import Answer, answer
 from gradsync.cli.plan.candidate_rows import footnote, left_out, table
 from gradsync.cli.plan.one_line import verdict
+from gradsync.cli.plan.plan_inputs import as_bad_input, read_inputs, write
 from gradsync.cli.plan.plan_page import page
-from gradsync.cli.plan.question import ask, said, write
 from gradsync.cli.plan.saved_run import read_run
 from gradsync.cli.plan.sweep import Axis, SweepPoint, parse_axis, sweep
 from gradsync.cli.plan.sweep import as_json as sweep_as_json
@@ -102,12 +102,12 @@ def run(options: argparse.Namespace) -> int:
         return _check(options)
     _check_writable("--out", options.out, _is_plan)
     _check_writable("--html", options.html, lambda path: files.beginning(path, len(_HTML)) == _HTML)
-    question = ask(options)
-    terms = (options.allow, question.arrives, question.dtype_assumed)
-    answered = said(lambda: answer(question.profile, question.cluster, *terms))
-    found = said(lambda: find_thresholds(answered))
-    swept = said(lambda: [(axis, sweep(axis, answered)) for axis in options.sweep or ()])
-    html = said(lambda: _page(answered, found, swept)) if options.html is not None else ""
+    inputs = read_inputs(options)
+    terms = (options.allow, inputs.arrives, inputs.dtype_assumed)
+    answered = as_bad_input(lambda: answer(inputs.profile, inputs.cluster, *terms))
+    found = as_bad_input(lambda: find_thresholds(answered))
+    swept = as_bad_input(lambda: [(axis, sweep(axis, answered)) for axis in options.sweep or ()])
+    html = as_bad_input(lambda: _page(answered, found, swept)) if options.html is not None else ""
     if options.out is not None:
         write("--out", options.out, answered.chosen.plan.save)
     if options.html is not None:
@@ -174,8 +174,8 @@ def _check(options: argparse.Namespace) -> int:
             )
     if not options.check.is_dir():
         raise BadInput(f"gradsync plan: --check {options.check} is no folder: name one that gs.auto(save=...) wrote")
-    checked = said(lambda: check_run.check(read_run(options.check)))
-    now = said(lambda: answer(checked.profile, checked.cluster, options.allow)).chosen
+    checked = as_bad_input(lambda: check_run.check(read_run(options.check)))
+    now = as_bad_input(lambda: answer(checked.profile, checked.cluster, options.allow)).chosen
     told = check_run.sentences(checked, now)
     path = options.check / "cluster.refit.toml"
     try:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
-from gradsync.cli.plan.question import load
+from gradsync.cli.plan.plan_inputs import load
 from gradsync.cluster import Cluster
 from gradsync.plan.paces import Delayed, EveryStep
 from gradsync.plan.sync_plan import Plan

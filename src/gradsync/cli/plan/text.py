@@ -29,8 +29,8 @@ _BAR = 12  # letters of the whole step
 
 def calibration(answer: Answer) -> str:
     """Whether to believe it."""
-    said = CALIBRATED if answer.cluster.calibrated else CATALOGUE
-    return f"{said} {EXTRAPOLATION}." if answer.cluster.world_size > FAR else said
+    basis = CALIBRATED if answer.cluster.calibrated else CATALOGUE
+    return f"{basis} {EXTRAPOLATION}." if answer.cluster.world_size > FAR else basis
 
 
 def assumptions(answer: Answer) -> list[str]:

@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from gradsync.report.compare import Compared, Comparison
+from gradsync.report.compare import ComparedNumber, Comparison
 from gradsync.report.facts import Fact
 from gradsync.report.summary import Summary
 
@@ -54,7 +54,7 @@ def _facts(facts: Sequence[Fact]) -> Table:
     return grid
 
 
-def _both(rows: Sequence[Compared], names: tuple[str, str]) -> Table:
+def _both(rows: Sequence[ComparedNumber], names: tuple[str, str]) -> Table:
     grid = Table(pad_edge=False)
     grid.add_column("", no_wrap=True)
     for name in (*names, "difference"):

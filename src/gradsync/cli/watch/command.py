@@ -60,8 +60,8 @@ def run(options: argparse.Namespace) -> int:
             raise BadInput(
                 "gradsync watch: --port, --host and --token-file are of the page: leave them out, or --terminal"
             )
-        reader, news = await_run(options.folder, options.patience)
-        watch(reader, news, Console(highlight=False))
+        reader, update = await_run(options.folder, options.patience)
+        watch(reader, update, Console(highlight=False))
         return 0
     return _serve(options)
 

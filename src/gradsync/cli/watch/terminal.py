@@ -11,7 +11,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from gradsync.report.lateness import lateness, own_parts
-from gradsync.report.live.feed import News, Reader
+from gradsync.report.live.feed import FeedReader, FeedUpdate
 from gradsync.report.live.run_state import RunState
 from gradsync.report.overhead import exposed
 from gradsync.report.pictures.binning import bins, mean, quantile
@@ -28,41 +28,43 @@ _PHASES = ("input", "forward", "backward", "optimizer")
 _COLOURS = {"live": "green", "quiet": "yellow", "ended": "dim", "failed": "red"}
 
 
-def watch(reader: Reader, news: News, console: Console, sleep: Callable[[float], None] = time.sleep) -> None:
+def watch(
+    reader: FeedReader, update: FeedUpdate, console: Console, sleep: Callable[[float], None] = time.sleep
+) -> None:
     """Show a run until it is over."""
     if console.is_terminal:
-        with Live(view(news, console.width), console=console, auto_refresh=False) as live:
-            while not news.state.over:
+        with Live(view(update, console.width), console=console, auto_refresh=False) as live:
+            while not update.state.over:
                 sleep(_LOOK_S)
-                news = reader.look()
-                live.update(view(news, console.width), refresh=True)
+                update = reader.look()
+                live.update(view(update, console.width), refresh=True)
         return
     told = None
     while True:
-        if told != (told := line(news)):
+        if told != (told := line(update)):
             console.print(told, markup=False, soft_wrap=True)
-        if news.state.over:
+        if update.state.over:
             return
         sleep(_LOOK_S)
-        news = reader.look()
+        update = reader.look()
 
 
-def line(news: News) -> str:
+def line(update: FeedUpdate) -> str:
     """All in a line, for a log."""
-    return f"{news.state.text}: {news.summary.verdict}"
+    return f"{update.state.text}: {update.summary.verdict}"
 
 
-def view(news: News, width: int) -> RenderableType:
+def view(update: FeedUpdate, width: int) -> RenderableType:
     """The whole picture; every text in it comes without control characters."""
-    summary = news.summary
-    recent = tabulate(news.run, _USUAL)
-    parts: list[RenderableType] = [_heading(news.state), Text(summary.verdict, style="bold")]
+    summary = update.summary
+    recent = tabulate(update.run, _USUAL)
+    parts: list[RenderableType] = [_heading(update.state), Text(summary.verdict, style="bold")]
     named = [blame.text for blame in summary.blame] + [link.text for link in summary.links]
     parts += [Text(f"• {text}", style="red") for text in named[:6]]
     parts += [Text(), ranks(recent)]
     if len(recent.ranks) > _MOST_RANKS:
         parts.append(Text(f"{len(recent.ranks) - _MOST_RANKS} ranks that are less late are left out", style="dim"))
-    parts += [Text(), _overhead(costs(tabulate(news.run, _DRAWN)), width)]
+    parts += [Text(), _overhead(costs(tabulate(update.run, _DRAWN)), width)]
     parts += [Text(f"! {warned.text}", style="yellow") for warned in summary.warnings[:4]]
     parts += [Text(f"! step {error.step}: {printable(error.text)}", style="red") for error in summary.errors[:4]]
     return Group(*parts)

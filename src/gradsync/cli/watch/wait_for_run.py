@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gradsync.cli.shared import BadInput
-from gradsync.report.live.feed import News, Reader
+from gradsync.report.live.feed import FeedReader, FeedUpdate
 from gradsync.report.wording import printable
 from gradsync.transport.awake_clock import Awake
 from gradsync.units import show_seconds
@@ -16,9 +16,11 @@ from gradsync.units import show_seconds
 _LOOK_S = 0.5
 
 
-def await_run(folder: Path, patience_s: float, sleep: Callable[[float], None] = time.sleep) -> tuple[Reader, News]:
+def await_run(
+    folder: Path, patience_s: float, sleep: Callable[[float], None] = time.sleep
+) -> tuple[FeedReader, FeedUpdate]:
     """A reader of the run, and its first news; `BadInput` if none begins in time."""
-    reader = Reader(folder)
+    reader = FeedReader(folder)
     said = False
     bound = Awake(patience_s)
     while True:

@@ -9,7 +9,7 @@ from gradsync.trace.lines import ClockShift, RunHeader
 from gradsync.trace.reader import RankTrace, RunTrace
 
 
-class Aligned:
+class AlignedClocks:
     """A rank's clock: what to add to it, from step to step."""
 
     def __init__(self, clocks: Sequence[ClockShift], usual_s: float) -> None:
@@ -20,7 +20,7 @@ class Aligned:
     def offset_s(self, step: int) -> float:
         """Between two estimates a straight line: quartz drifts, it does not jump.
 
-        >>> clock = Aligned([ClockShift(0, 1.0, 0.0), ClockShift(10, 2.0, 0.0)], 0.0)
+        >>> clock = AlignedClocks([ClockShift(0, 1.0, 0.0), ClockShift(10, 2.0, 0.0)], 0.0)
         >>> [clock.offset_s(step) for step in (0, 5, 10, 99)]
         [1.0, 1.5, 2.0, 2.0]
         """
@@ -33,10 +33,10 @@ class Aligned:
         return left.offset_s + (right.offset_s - left.offset_s) * (step - left.step) / (right.step - left.step)
 
 
-def align(run: RunTrace) -> dict[int, Aligned]:
+def align(run: RunTrace) -> dict[int, AlignedClocks]:
     """Every rank's clock; where no estimate was written, hosts are told apart by their wall clocks."""
     first = next(iter(run.ranks.values())).run
-    return {rank: Aligned(trace.clocks, _by_wall(trace.run, first)) for rank, trace in run.ranks.items()}
+    return {rank: AlignedClocks(trace.clocks, _by_wall(trace.run, first)) for rank, trace in run.ranks.items()}
 
 
 def wall(trace: RankTrace, at: float) -> float:

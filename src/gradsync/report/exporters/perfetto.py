@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gradsync.report.exporters.alignment import Aligned, align
+from gradsync.report.exporters.alignment import AlignedClocks, align
 from gradsync.report.exporters.perfetto_threads import Lanes, Span, ThreadTrack, inside
 from gradsync.trace.flight import Moment
 from gradsync.trace.lines import BucketPlan, BucketTimes, Error, Health, StepLine, arrived_by
@@ -56,7 +56,7 @@ def events(run: RunTrace) -> Iterator[Event]:
         yield from _Rank(rank, trace, clocks[rank], base).events()
 
 
-def _first(trace: RankTrace, clock: Aligned) -> float:
+def _first(trace: RankTrace, clock: AlignedClocks) -> float:
     starts = (step.at + clock.offset_s(step.step) for step in trace.steps)
     return min(starts, default=trace.run.clock + clock.offset_s(0))
 
@@ -64,7 +64,7 @@ def _first(trace: RankTrace, clock: Aligned) -> float:
 class _Rank:
     """One rank's process."""
 
-    def __init__(self, rank: int, trace: RankTrace, clock: Aligned, base: float) -> None:
+    def __init__(self, rank: int, trace: RankTrace, clock: AlignedClocks, base: float) -> None:
         self._pid = rank + 1  # 0 is the kernel's
         self._trace, self._clock, self._base = trace, clock, base
         self._compute, self._waiting, self._lanes = ThreadTrack(), ThreadTrack(), Lanes(_MOST_LANES)

@@ -21,7 +21,7 @@ from gradsync.report.page import style_policy
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
-class Key:
+class AccessToken:
     """The token of one server, and the session that it opens."""
 
     def __init__(self, token: str | None = None) -> None:
@@ -30,20 +30,20 @@ class Key:
         # Cookies do not know ports: two watches on one machine must not overwrite each other's.
         self._cookie = f"gradsync-{secrets.token_hex(4)}"
 
-    def fits(self, token: bytes) -> bool:
+    def matches(self, token: bytes) -> bool:
         """In a time that says nothing about how much of it was right."""
         return secrets.compare_digest(token, self.token.encode())
 
-    def is_shown(self, headers: Headers) -> bool:
+    def is_bearer(self, headers: Headers) -> bool:
         """Whether a program that knows no cookies brings the token itself."""
         kind, _, token = headers.get("authorization", "").partition(" ")
-        return kind.lower() == "bearer" and self.fits(token.strip().encode())
+        return kind.lower() == "bearer" and self.matches(token.strip().encode())
 
     def cookie(self) -> str:
         """The header that opens a session."""
         return f"{self._cookie}={self._session}; Path=/; HttpOnly; SameSite=Strict"
 
-    def is_open(self, headers: Headers) -> bool:
+    def has_session(self, headers: Headers) -> bool:
         """Whether a request belongs to a session."""
         shown = ""
         for cookie in headers.get("cookie", "").split(";"):  # of all servers on this host, in whatever form
@@ -75,7 +75,7 @@ def _is_address(name: str) -> bool:
     return True
 
 
-class Access:
+class AccessCheck:
     """Refuses what must not come in, and puts on every answer what browsers should enforce."""
 
     def __init__(self, app: ASGIApp, names: frozenset[str], any_address: bool) -> None:

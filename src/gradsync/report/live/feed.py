@@ -20,7 +20,7 @@ _EVERY_S = 1.0  # at most this often
 _REST = 4  # and after a look at least so many times its own length: training needs the processor more
 
 
-class News(NamedTuple):
+class FeedUpdate(NamedTuple):
     """A look into the folder."""
 
     run: RunTrace
@@ -28,40 +28,40 @@ class News(NamedTuple):
     state: RunState
 
 
-class Reader:
+class FeedReader:
     """Reads on; cheap when nothing was written."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._follower = Follower(folder)
         self._seen: object = None
-        self._news: News | None = None
+        self._update: FeedUpdate | None = None
 
-    def look(self) -> News:
+    def look(self) -> FeedUpdate:
         """How the run stands; ValueError with a sentence while the folder holds no trace."""
         mark = look_of(self._folder)
-        if self._news is None or (mark and mark != self._seen):
+        if self._update is None or (mark and mark != self._seen):
             try:
                 run = self._follower.read()
             except ValueError:
-                if self._news is None:
+                if self._update is None:
                     raise
-                return self._news._replace(state=RunState("failed", "the trace is gone from its folder"))
+                return self._update._replace(state=RunState("failed", "the trace is gone from its folder"))
             for trace in run.ranks.values():
                 del trace.steps[:-_KEPT]
-            self._news = News(run, summarize(run, RECENT), state_of(run, 0.0))
+            self._update = FeedUpdate(run, summarize(run, RECENT), state_of(run, 0.0))
             self._seen = mark
-        run = self._news.run
-        self._news = self._news._replace(state=state_of(run, silence_s(self._folder)))
-        return self._news
+        run = self._update.run
+        self._update = self._update._replace(state=state_of(run, silence_s(self._folder)))
+        return self._update
 
 
 class Feed:
     """The parts of the page, each with the version in which it last changed."""
 
     def __init__(self, folder: Path) -> None:
-        self._reader = Reader(folder)
-        self._news: News | None = None
+        self._reader = FeedReader(folder)
+        self._update: FeedUpdate | None = None
         self._run: RunTrace | None = None
         self._parts: dict[str, tuple[int, str]] = {}
         self._next = 0.0  # by the monotonic clock
@@ -78,11 +78,11 @@ class Feed:
 
     def look(self) -> None:
         """Draw anew what is new."""
-        news = self._news = self._reader.look()
-        parts = {"status": _status(news.state)}
-        if news.run is not self._run:
-            parts |= sections(news.run, news.summary, live=True)
-            self._run = news.run
+        update = self._update = self._reader.look()
+        parts = {"status": _status(update.state)}
+        if update.run is not self._run:
+            parts |= sections(update.run, update.summary, live=True)
+            self._run = update.run
         changed = {key: html for key, html in parts.items() if key not in self._parts or self._parts[key][1] != html}
         if changed:
             self.version += 1
@@ -90,8 +90,8 @@ class Feed:
 
     def metrics(self) -> bytes:
         """What Prometheus reads, of the last look."""
-        assert self._news is not None
-        return exposition(self._news.run, self._news.summary)
+        assert self._update is not None
+        return exposition(self._update.run, self._update.summary)
 
     async def page(self) -> str:
         """The whole page as it is now; it tells its version, so that only what is newer need follow."""

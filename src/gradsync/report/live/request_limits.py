@@ -14,11 +14,11 @@ import asyncio
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-MOST_STRANGERS = 32
-HURRY_S = 10.0
+MAX_UNFINISHED_REQUESTS = 32
+CLIENT_TIMEOUT_S = 10.0
 
 
-class Hurried(H11Protocol):
+class TimedConnection(H11Protocol):
     """One connection."""
 
     _deadline: asyncio.TimerHandle | None = None
@@ -33,43 +33,43 @@ class Hurried(H11Protocol):
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # whatever the client does not take at once is waited for
         self._came = self.loop.time()
-        self._hurry()
+        self._start_timeout()
         asking = [
             each
             for each in self.connections
-            if isinstance(each, Hurried) and each.is_asking and not each.transport.is_closing()
+            if isinstance(each, TimedConnection) and each.is_asking and not each.transport.is_closing()
         ]
-        if len(asking) > MOST_STRANGERS:
+        if len(asking) > MAX_UNFINISHED_REQUESTS:
             min(asking, key=lambda each: each._came).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._rest()
+        self._stop_timeout()
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
         asking = self.cycle is None
         super().handle_events()
         if asking and self.cycle is not None and not self.cycle.response_complete:
-            self._rest()
+            self._stop_timeout()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._hurry()  # what was written has to be read
+        self._start_timeout()  # what was written has to be read
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._hurry()
+        self._start_timeout()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         if self.cycle is not None and not self.cycle.response_complete:
-            self._rest()
+            self._stop_timeout()
 
-    def _hurry(self) -> None:
-        self._rest()
-        self._deadline = self.loop.call_later(HURRY_S, self.transport.abort)
+    def _start_timeout(self) -> None:
+        self._stop_timeout()
+        self._deadline = self.loop.call_later(CLIENT_TIMEOUT_S, self.transport.abort)
 
-    def _rest(self) -> None:
+    def _stop_timeout(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None

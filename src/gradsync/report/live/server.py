@@ -26,7 +26,7 @@ from starlette.routing import Route
 
 from gradsync.errors import GradSyncError
 from gradsync.report.live import request_limits
-from gradsync.report.live.access import LOOPBACK, Access, Key
+from gradsync.report.live.access import LOOPBACK, AccessCheck, AccessToken
 from gradsync.report.live.feed import Feed
 from gradsync.report.page import SCRIPT, document
 
@@ -40,7 +40,7 @@ _TICK = 10  # looks after which something is sent even if nothing changed: a dea
 _METRICS = "text/plain; version=0.0.4"
 
 _SCRIPT = files("gradsync.report.live").joinpath("watch.js").read_text("utf-8")
-_DOOR = (
+_LOGIN_PAGE = (
     "<header><b>gradsync</b></header><main><h1>This page needs its token</h1><section>"
     '<p id="door">Open the address that <code>gradsync watch</code> printed: it ends in #token=…</p></section></main>'
 )
@@ -52,19 +52,24 @@ class Server:
     def __init__(self, folder: Path, host: str = "127.0.0.1", port: int = 0, token: str | None = None) -> None:
         """OSError if the address is not ours or taken. `token`: None for a random one."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=request_limits.MOST_STRANGERS)
+        self._socket = socket.create_server((host, port), family=family, backlog=request_limits.MAX_UNFINISHED_REQUESTS)
         # A host that is gone without a word is noticed by what it does not acknowledge; connections inherit this.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * _GONE_S))
-        self._key = Key(token)
+        self._token = AccessToken(token)
         self._closing = asyncio.Event()
         self._feed = Feed(folder)
         everywhere = host in ("0.0.0.0", "::")
         names = LOOPBACK | {host.lower()} | ({socket.gethostname().lower()} if everywhere else set())
-        config: dict[str, Any] = {"http": request_limits.Hurried, "ws": "none", "lifespan": "off", "log_level": "error"}
+        config: dict[str, Any] = {
+            "http": request_limits.TimedConnection,
+            "ws": "none",
+            "lifespan": "off",
+            "log_level": "error",
+        }
         self._uvicorn = uvicorn.Server(
             uvicorn.Config(
-                Access(self._routes(), names, everywhere),
-                limit_concurrency=request_limits.MOST_STRANGERS + _MOST_KNOWN,
+                AccessCheck(self._routes(), names, everywhere),
+                limit_concurrency=request_limits.MAX_UNFINISHED_REQUESTS + _MOST_KNOWN,
                 h11_max_incomplete_event_size=_MOST_HEAD,
                 timeout_graceful_shutdown=2,
                 access_log=False,
@@ -79,7 +84,7 @@ class Server:
     @property
     def url(self) -> str:
         """With the token behind #, which browsers keep to themselves: it is in no log and no Referer."""
-        return f"{self.address}#token={self._key.token}"
+        return f"{self.address}#token={self._token.token}"
 
     def run(self) -> None:
         """Serve until Ctrl-C or `stop`."""
@@ -120,8 +125,8 @@ class Server:
         )
 
     async def _page(self, request: Request) -> Response:
-        if not self._key.is_open(request.headers):
-            return HTMLResponse(document("gradsync", _DOOR, SCRIPT))
+        if not self._token.has_session(request.headers):
+            return HTMLResponse(document("gradsync", _LOGIN_PAGE, SCRIPT))
         return HTMLResponse(await self._feed.page())
 
     async def _script(self, _: Request) -> Response:
@@ -129,15 +134,15 @@ class Server:
 
     async def _enter(self, request: Request) -> Response:
         try:
-            token = await asyncio.wait_for(_body(request), request_limits.HURRY_S)
+            token = await asyncio.wait_for(_body(request), request_limits.CLIENT_TIMEOUT_S)
         except (TimeoutError, ClientDisconnect):
             return PlainTextResponse("That took too long.\n", 408)
-        if token is None or not self._key.fits(token):
+        if token is None or not self._token.matches(token):
             return PlainTextResponse("That is not the token.\n", 401)
-        return Response(status_code=204, headers={"Set-Cookie": self._key.cookie()})
+        return Response(status_code=204, headers={"Set-Cookie": self._token.cookie()})
 
     async def _metrics(self, request: Request) -> Response:
-        if not (self._key.is_shown(request.headers) or self._key.is_open(request.headers)):
+        if not (self._token.is_bearer(request.headers) or self._token.has_session(request.headers)):
             return PlainTextResponse("The token comes first: Authorization: Bearer …\n", 401)
         await self._feed.refresh()
         try:
@@ -146,7 +151,7 @@ class Server:
             return PlainTextResponse(f"{error}\n", 501)
 
     async def _events(self, request: Request) -> Response:
-        if not self._key.is_open(request.headers):
+        if not self._token.has_session(request.headers):
             return PlainTextResponse("The token comes first.\n", 401)
         await self._feed.refresh()  # before the answer has begun: what is wrong can still be said
         seen = request.headers.get("last-event-id") or request.query_params.get("since", "")

@@ -16,7 +16,7 @@ from gradsync.report.pictures.binning import bins, round_up
 from gradsync.report.pictures.escape import shown
 from gradsync.report.pictures.frame import Drawing, Frame, key, picture
 from gradsync.report.table import Table
-from gradsync.report.typical_step import Usual, usual_step
+from gradsync.report.typical_step import TypicalStep, typical_step
 from gradsync.report.wording import show_share
 from gradsync.trace.lines import BucketTimes, StepLine, arrived_by
 from gradsync.units import show_nbytes, show_seconds
@@ -31,7 +31,7 @@ _MOST_RANKS, _MOST_BARS, _MOST_LANES = 8, 48, 4
 _MOST_PHASES = 64  # a step has five; a hostile file may say more
 
 
-class Travel(NamedTuple):
+class BucketTransfer(NamedTuple):
     """A bucket (or several neighbours) under way, as drawn."""
 
     start: float
@@ -42,7 +42,7 @@ class Travel(NamedTuple):
 
 def draw_timeline(table: Table, late: dict[tuple[int, int], LateRank]) -> str:
     """The figure with its key and caption; empty if no step can be drawn."""
-    usual = usual_step(table)
+    usual = typical_step(table)
     if usual is None:
         return ""
     step = usual.step
@@ -52,7 +52,7 @@ def draw_timeline(table: Table, late: dict[tuple[int, int], LateRank]) -> str:
     until_s = max((_length(cells[rank]) for rank in ranks), default=0.0)
     if until_s <= 0:
         return ""
-    rows = {rank: _lanes(_travels(cells[rank].buckets or [])) for rank in ranks}
+    rows = {rank: _lanes(_transfers(cells[rank].buckets or [])) for rank in ranks}
 
     def draw(frame: Frame) -> Drawing:
         parts: list[str] = []
@@ -80,7 +80,7 @@ def _length(step: StepLine) -> float:
     return max([step.step_s, *(phase.stop for phase in step.phases[:_MOST_PHASES])])
 
 
-def _travels(buckets: Sequence[BucketTimes]) -> list[Travel]:
+def _transfers(buckets: Sequence[BucketTimes]) -> list[BucketTransfer]:
     known = [b for b in buckets if arrived_by(b) is not None and (b.launched is not None or b.sent is not None)]
     known.sort(key=lambda b: (_start(b), b.bucket))
     found = []
@@ -88,7 +88,7 @@ def _travels(buckets: Sequence[BucketTimes]) -> list[Travel]:
         first, last = group[0].bucket, group[-1].bucket
         label = str(first) if len(group) == 1 else f"{first}–{last}"
         stop = max(arrived_by(b) or 0.0 for b in group)
-        found.append(Travel(_start(group[0]), stop, label, sum(b.nbytes for b in group)))
+        found.append(BucketTransfer(_start(group[0]), stop, label, sum(b.nbytes for b in group)))
     return found
 
 
@@ -96,20 +96,20 @@ def _start(bucket: BucketTimes) -> float:
     return bucket.launched if bucket.launched is not None else bucket.sent or 0.0
 
 
-def _lanes(travels: Sequence[Travel]) -> list[list[Travel]]:
+def _lanes(travels: Sequence[BucketTransfer]) -> list[list[BucketTransfer]]:
     """Those that overlap below each other; the last lane takes what is left."""
-    lanes: list[list[Travel]] = []
-    for travel in travels:
-        free = next((lane for lane in lanes if lane[-1].stop <= travel.start), None)
+    lanes: list[list[BucketTransfer]] = []
+    for transfer in travels:
+        free = next((lane for lane in lanes if lane[-1].stop <= transfer.start), None)
         if free is None and len(lanes) < _MOST_LANES:
-            lanes.append([travel])
+            lanes.append([transfer])
         else:
-            (lanes[-1] if free is None else free).append(travel)
+            (lanes[-1] if free is None else free).append(transfer)
     return lanes
 
 
 def _rank(
-    frame: Frame, rank: int, step: StepLine, lanes: list[list[Travel]], y: float, until_s: float
+    frame: Frame, rank: int, step: StepLine, lanes: list[list[BucketTransfer]], y: float, until_s: float
 ) -> Iterator[str]:
     yield svg.text("y strong", frame.left - 10, y + 16, f"rank {rank}")
     for phase in step.phases[:_MOST_PHASES]:
@@ -119,23 +119,25 @@ def _rank(
     wait = [(phase.start, phase.stop) for phase in step.phases[:_MOST_PHASES] if phase.name == "wait"]
     for number, lane in enumerate(lanes):
         top = y + _COMPUTE + 3 + _LANE * number
-        for travel in lane:
-            yield from _travel(frame, rank, travel, wait, top, until_s)
+        for transfer in lane:
+            yield from _transfer(frame, rank, transfer, wait, top, until_s)
 
 
-def _travel(
-    frame: Frame, rank: int, travel: Travel, wait: list[tuple[float, float]], y: float, until_s: float
+def _transfer(
+    frame: Frame, rank: int, transfer: BucketTransfer, wait: list[tuple[float, float]], y: float, until_s: float
 ) -> Iterator[str]:
     """The bar, and over it in red what of it was exposed."""
-    exposed = [(max(travel.start, start), min(travel.stop, stop)) for start, stop in wait]
+    exposed = [(max(transfer.start, start), min(transfer.stop, stop)) for start, stop in wait]
     exposed = [(start, stop) for start, stop in exposed if stop > start]
     tail = f", of it {show_seconds(sum(stop - start for start, stop in exposed))} exposed" if exposed else ""
-    span = _span(travel.start, travel.stop)
-    says = f"rank {rank}, bucket {travel.label}: {span}, {show_nbytes(travel.nbytes)}{tail}"
+    span = _span(transfer.start, transfer.stop)
+    says = f"rank {rank}, bucket {transfer.label}: {span}, {show_nbytes(transfer.nbytes)}{tail}"
     tall = (y, _LANE - 3)
-    yield from _bar(frame, "wire", travel.start, travel.stop, tall, until_s, says, "" if exposed else travel.label)
+    yield from _bar(
+        frame, "wire", transfer.start, transfer.stop, tall, until_s, says, "" if exposed else transfer.label
+    )
     for start, stop in exposed:
-        yield from _bar(frame, "exposed", start, stop, tall, until_s, says, travel.label)
+        yield from _bar(frame, "exposed", start, stop, tall, until_s, says, transfer.label)
 
 
 def _bar(
@@ -174,7 +176,7 @@ def _key(cells: Sequence[StepLine]) -> str:
     return key(*entries)
 
 
-def _caption(usual: Usual, ranks: Sequence[int], cells: dict[int, StepLine]) -> str:
+def _caption(usual: TypicalStep, ranks: Sequence[int], cells: dict[int, StepLine]) -> str:
     said = f"{_which(usual)} Time 0 is the end of the synchronization before it."
     if len(ranks) < len(cells):
         said += f" Of {len(cells)} ranks these {len(ranks)} are shown: rank {ranks[0]}, and those that were latest."
@@ -186,7 +188,7 @@ def _caption(usual: Usual, ranks: Sequence[int], cells: dict[int, StepLine]) -> 
     return said
 
 
-def _which(usual: Usual) -> str:
+def _which(usual: TypicalStep) -> str:
     """Which step it is, and how usual."""
     said = f"Step {usual.step} took {show_seconds(usual.step_s)}"
     if usual.num_steps < 2:

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from math import inf
 
 from gradsync.errors import listed
-from gradsync.report.post_mortem.account import Account, Scene, sentence, upper_first
-from gradsync.report.post_mortem.health import ailment_behind
-from gradsync.report.post_mortem.last_seen import Seen, describe_bucket, seen_at
+from gradsync.report.post_mortem.health import health_incident_behind
+from gradsync.report.post_mortem.incident import Incident, IncidentLocation, sentence, upper_first
+from gradsync.report.post_mortem.last_seen import LastSeen, describe_bucket, seen_at
 from gradsync.trace.lines import Error
 from gradsync.trace.reader import RunTrace
 from gradsync.units import show_seconds
@@ -75,39 +75,39 @@ def causes_in(raised: Mapping[int, Error]) -> dict[int, Error]:
 
 _KINDS = {"NonFinite": "nonfinite", "Disagreement": "disagreement"}
 
-Raised = Mapping[int, Error]
-Sights = Mapping[int, Seen]
+ErrorByRank = Mapping[int, Error]
+SeenByRank = Mapping[int, LastSeen]
 
 
-def failure(run: RunTrace, seen: Sights) -> Account | None:
-    """The account of the first failure; None if no rank raised."""
+def failure(run: RunTrace, seen: SeenByRank) -> Incident | None:
+    """The incident that is the first failure; None if no rank raised."""
     raised = {rank: each.error for rank, each in seen.items() if each.error is not None}
     if not raised:
         return None
     own, named = causes_in(raised), culprits_of(raised)
     gone = [rank for rank in named if rank not in raised]
     if own and (not gone or _first_own(seen, own) <= min(_missed(seen, raised, rank) for rank in gone)):
-        return _on_its_own_account(run, seen, own)
+        return _own_error(run, seen, own)
     if not named:
         return _nobody_missing(run, seen, raised)
     if not gone and all(raised[rank].what != "SyncTimeout" for rank in named):
-        return _torn_apart(run, seen, raised, named)
+        return _broken_connections(run, seen, raised, named)
     return _missing(run, seen, raised, named)
 
 
 # When
 
 
-def _when(seen: Sights, raised: Raised, rank: int) -> tuple[int, float, int]:
+def _when(seen: SeenByRank, raised: ErrorByRank, rank: int) -> tuple[int, float, int]:
     at = seen[rank].failed_at
     return raised[rank].step, inf if at is None else at, rank
 
 
-def _first_own(seen: Sights, own: Raised) -> tuple[int, float]:
+def _first_own(seen: SeenByRank, own: ErrorByRank) -> tuple[int, float]:
     return min(_when(seen, own, rank) for rank in own)[:2]
 
 
-def _missed(seen: Sights, raised: Raised, rank: int) -> tuple[int, float]:
+def _missed(seen: SeenByRank, raised: ErrorByRank, rank: int) -> tuple[int, float]:
     """The step in which the others missed it, and when it was last seen."""
     naming = [error for error in raised.values() if rank in error.ranks]
     at = seen[rank].at if rank in seen else None
@@ -117,11 +117,11 @@ def _missed(seen: Sights, raised: Raised, rank: int) -> tuple[int, float]:
 # What
 
 
-def _on_its_own_account(run: RunTrace, seen: Sights, own: Raised) -> Account:
+def _own_error(run: RunTrace, seen: SeenByRank, own: ErrorByRank) -> Incident:
     """NaN, a disagreement, or any exception."""
     rank = min(own, key=lambda rank: _when(seen, own, rank))
     error = own[rank]
-    if (found := ailment_behind(run, error)) is not None:
+    if (found := health_incident_behind(run, error)) is not None:
         return found
     alike = sorted(each for each, other in own.items() if (other.what, other.step) == (error.what, error.step))
     who = seen[rank].name if len(alike) == 1 else upper_first(listed(alike))
@@ -130,15 +130,17 @@ def _on_its_own_account(run: RunTrace, seen: Sights, own: Raised) -> Account:
     kind = _KINDS.get(error.what, "raised")
     if kind == "disagreement" and _somebody_left(seen, error.step):
         kind = "left"
-    return Scene(run, error.ranks or alike, error.step, error.bucket).account(kind, upper_first(told), *followed)
+    return IncidentLocation(run, error.ranks or alike, error.step, error.bucket).incident(
+        kind, upper_first(told), *followed
+    )
 
 
-def _somebody_left(seen: Sights, step: int) -> bool:
+def _somebody_left(seen: SeenByRank, step: int) -> bool:
     """Whether a rank had ended in good order by then: with fewer batches than the others, as a rule."""
     return any(each.ended is not None and each.error is None and (each.step or 0) <= step for each in seen.values())
 
 
-def _missing(run: RunTrace, seen: Sights, raised: Raised, named: Sequence[int]) -> Account:
+def _missing(run: RunTrace, seen: SeenByRank, raised: ErrorByRank, named: Sequence[int]) -> Incident:
     """Killed, vanished, left, or late."""
     rank = min(named, key=lambda rank: (*_missed(seen, raised, rank), rank))
     accusers = sorted((each for each in raised if each != rank), key=lambda each: _when(seen, raised, each))
@@ -147,7 +149,7 @@ def _missing(run: RunTrace, seen: Sights, raised: Raised, named: Sequence[int]) 
     culprit = (
         _when_given_up(run, seen, (naming or accusers)[:1], rank) if told.what == "SyncTimeout" else seen.get(rank)
     )
-    kind, how = _fate(culprit, told)
+    kind, how = _how_it_ended(culprit, told)
     others = [each for each in named if each != rank]
     sentences = [
         f"{upper_first(_name(seen, rank))} {how} in step {_step(culprit, told)}{_doing(culprit)}.",
@@ -156,29 +158,31 @@ def _missing(run: RunTrace, seen: Sights, raised: Raised, named: Sequence[int]) 
         *_followers(seen, {rank, *(naming or accusers)[:1]}, None),
     ]
     bucket = told.bucket if culprit is None or culprit.bucket is None else culprit.bucket
-    return Scene(run, [rank, *others], _step(culprit, told), bucket).account(kind, *sentences)
+    return IncidentLocation(run, [rank, *others], _step(culprit, told), bucket).incident(kind, *sentences)
 
 
-def _torn_apart(run: RunTrace, seen: Sights, raised: Raised, named: Sequence[int]) -> Account:
+def _broken_connections(run: RunTrace, seen: SeenByRank, raised: ErrorByRank, named: Sequence[int]) -> Incident:
     """Each holds another responsible, and all lived to say so: what failed is between them."""
     step = min(raised[rank].step for rank in named)
     hosts = sorted({seen[rank].host for rank in named})
     where = f"the network between hosts {' and '.join(hosts)}" if len(hosts) > 1 else f"host {hosts[0]}"
     text = f"{upper_first(listed(named))} lost each other in step {step}, and lived to say so: look at {where}."
-    return Scene(run, named, step).account("network", text)
+    return IncidentLocation(run, named, step).incident("network", text)
 
 
-def _nobody_missing(run: RunTrace, seen: Sights, raised: Raised) -> Account:
+def _nobody_missing(run: RunTrace, seen: SeenByRank, raised: ErrorByRank) -> Incident:
     rank = min(raised, key=lambda rank: _when(seen, raised, rank))
     error = raised[rank]
     text = (
         f"{upper_first(seen[rank].name)} raised {error.what} in step {error.step}{_bucket(run, rank, error)}, and "
         f"names no rank: {sentence(error.text)}"
     )
-    return Scene(run, [], error.step, error.bucket).account("network", text, *_followers(seen, {rank}, None))
+    return IncidentLocation(run, [], error.step, error.bucket).incident(
+        "network", text, *_followers(seen, {rank}, None)
+    )
 
 
-def _when_given_up(run: RunTrace, seen: Sights, accuser: Sequence[int], rank: int) -> Seen | None:
+def _when_given_up(run: RunTrace, seen: SeenByRank, accuser: Sequence[int], rank: int) -> LastSeen | None:
     """A rank that was only late goes on, and comes when nobody waits any more: what counts is what it did before."""
     until = seen[accuser[0]].failed_at if accuser else None
     return seen.get(rank) if until is None or rank not in seen else seen_at(run, rank, until)
@@ -187,7 +191,7 @@ def _when_given_up(run: RunTrace, seen: Sights, accuser: Sequence[int], rank: in
 # In words
 
 
-def _fate(culprit: Seen | None, told: Error) -> tuple[str, str]:
+def _how_it_ended(culprit: LastSeen | None, told: Error) -> tuple[str, str]:
     if culprit is not None and culprit.ended is not None and culprit.error is None:
         return "left", "detached" if culprit.ended == "detach" else "ended by itself"
     if told.what == "SyncTimeout":
@@ -197,15 +201,15 @@ def _fate(culprit: Seen | None, told: Error) -> tuple[str, str]:
     return "killed", "ended without a word"
 
 
-def _name(seen: Sights, rank: int) -> str:
+def _name(seen: SeenByRank, rank: int) -> str:
     return seen[rank].name if rank in seen else f"rank {rank}"
 
 
-def _step(culprit: Seen | None, told: Error) -> int:
+def _step(culprit: LastSeen | None, told: Error) -> int:
     return told.step if culprit is None or culprit.step is None else culprit.step
 
 
-def _doing(culprit: Seen | None) -> str:
+def _doing(culprit: LastSeen | None) -> str:
     return "" if culprit is None else f" while {culprit.doing}"
 
 
@@ -214,7 +218,7 @@ def _bucket(run: RunTrace, rank: int, error: Error) -> str:
 
 
 def _accusation(
-    run: RunTrace, seen: Sights, raised: Raised, accusers: Sequence[int], rank: int, culprit: Seen | None
+    run: RunTrace, seen: SeenByRank, raised: ErrorByRank, accusers: Sequence[int], rank: int, culprit: LastSeen | None
 ) -> list[str]:
     """Who noticed first, how much later, and where that was."""
     if not accusers:
@@ -228,7 +232,7 @@ def _accusation(
     return [f"{later} rank {first.rank} (host {first.host}) raised {told.what}{naming}{where}."]
 
 
-def _followers(seen: Sights, told: set[int], since: float | None) -> list[str]:
+def _followers(seen: SeenByRank, told: set[int], since: float | None) -> list[str]:
     """Those who raised as a consequence."""
     ranks = sorted(rank for rank, each in seen.items() if each.error is not None and rank not in told)
     if not ranks:

@@ -10,29 +10,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from gradsync.errors import listed
-from gradsync.report.post_mortem.account import Account, Scene, absent, upper_first
 from gradsync.report.post_mortem.failures import failure
-from gradsync.report.post_mortem.health import ailment
-from gradsync.report.post_mortem.last_seen import Seen, last_seen, seconds_ago
+from gradsync.report.post_mortem.health import health_incident
+from gradsync.report.post_mortem.incident import Incident, IncidentLocation, absent, upper_first
+from gradsync.report.post_mortem.last_seen import LastSeen, last_seen, seconds_ago
 from gradsync.report.post_mortem.silence import abandoned, standstill
 from gradsync.trace.reader import RunTrace
 from gradsync.units import show_seconds
 
 _MOST_NAMED = 64
 
-__all__ = ["Account", "first_event", "quiet_end"]
+__all__ = ["Incident", "first_event", "quiet_end"]
 
 
-def first_event(run: RunTrace, now: float | None = None) -> Account | None:
+def first_event(run: RunTrace, now: float | None = None) -> Incident | None:
     """What happened first; None if nothing did: all ended in good order, or the run goes on.
 
     With `now` (seconds of the wall clock), that nobody has moved for a minute counts too.
     """
     seen = last_seen(run)
-    account = failure(run, seen) or abandoned(run, seen)
-    if account is None and now is not None:
-        account = standstill(run, seen, now)
-    return account or ailment(run) or (None if now is None else _unknown(run, seen))
+    incident = failure(run, seen) or abandoned(run, seen)
+    if incident is None and now is not None:
+        incident = standstill(run, seen, now)
+    return incident or health_incident(run) or (None if now is None else _unknown(run, seen))
 
 
 def quiet_end(run: RunTrace, now: float) -> str:
@@ -47,12 +47,12 @@ def quiet_end(run: RunTrace, now: float) -> str:
     return f"The run goes on: {listed(open_)} came to {reached}{last}."
 
 
-def _unknown(run: RunTrace, seen: Mapping[int, Seen]) -> Account | None:
+def _unknown(run: RunTrace, seen: Mapping[int, LastSeen]) -> Incident | None:
     """All whose files are here ended in good order, and not all files are here."""
     missing = absent(run)
     if not missing or any(each.silent for each in seen.values()):
         return None
-    return Scene(run, missing[:_MOST_NAMED], None).account(
+    return IncidentLocation(run, missing[:_MOST_NAMED], None).incident(
         "missing", _good_end(run), f"How {listed(missing[:_MOST_NAMED])} ended nobody can say.", stopped=False
     )
 

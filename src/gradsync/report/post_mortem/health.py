@@ -1,11 +1,11 @@
-"""What the guards found in gradients, replicas and orders, as an account: the first, or the one behind an error."""
+"""What the guards found in gradients, replicas and orders, as an incident: the first, or the one behind an error."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from gradsync.errors import listed
-from gradsync.report.post_mortem.account import Account, Scene, sentence, upper_first
+from gradsync.report.post_mortem.incident import Incident, IncidentLocation, sentence, upper_first
 from gradsync.trace.lines import Error, Health
 from gradsync.trace.reader import RunTrace
 
@@ -25,17 +25,17 @@ _MOST_NAMED = 64
 _BEHIND = {"NonFinite": ("nonfinite", "skips"), "Disagreement": ("drift", "order", "loss_scale")}
 
 
-def ailment(run: RunTrace) -> Account | None:
+def health_incident(run: RunTrace) -> Incident | None:
     """The first finding of a run that went on in spite of it."""
     found = _first(line for line in _lines(run) if line.what in _KINDS)
     if found is None:
         return None
     times = len({line.step for line in _lines(run) if line.what == found.what})
     went_on = "The run went on." if times == 1 else f"That was found in {times} steps; the run went on."
-    return _account(run, found, went_on, stopped=False)
+    return _incident(run, found, went_on, stopped=False)
 
 
-def ailment_behind(run: RunTrace, error: Error) -> Account | None:
+def health_incident_behind(run: RunTrace, error: Error) -> Incident | None:
     """What a guard had found when it raised this; None if the error is of another kind."""
     kinds = _BEHIND.get(error.what, ())
     lines = [line for line in _lines(run) if line.what in kinds and line.step <= error.step]
@@ -43,7 +43,7 @@ def ailment_behind(run: RunTrace, error: Error) -> Account | None:
     found = _first(line for line in lines if error.what == "NonFinite" or line.step == error.step)
     if found is None:
         return None
-    return _account(run, found, f"By that the ranks stopped in step {error.step} ({error.what}).", stopped=True)
+    return _incident(run, found, f"By that the ranks stopped in step {error.step} ({error.what}).", stopped=True)
 
 
 def _lines(run: RunTrace) -> list[Health]:
@@ -55,7 +55,7 @@ def _first(lines: Iterable[Health]) -> Health | None:
     return min(lines, key=lambda line: (line.step, line.parameter is None, not line.ranks), default=None)
 
 
-def _account(run: RunTrace, found: Health, then: str, stopped: bool) -> Account:
+def _incident(run: RunTrace, found: Health, then: str, stopped: bool) -> Incident:
     kind = _KINDS[found.what]
     ranks = [rank for rank in found.ranks if rank in run.members][:_MOST_NAMED]
     said = sentence(found.text)
@@ -63,4 +63,6 @@ def _account(run: RunTrace, found: Health, then: str, stopped: bool) -> Account:
         said = f"{upper_first(listed(ranks))} {_HAD[kind]} {found.parameter} in step {found.step}: {said}"
     else:
         said = f"In step {found.step}: {said}"
-    return Scene(run, ranks, found.step).account(kind, said, then, parameter=found.parameter, stopped=stopped)
+    return IncidentLocation(run, ranks, found.step).incident(
+        kind, said, then, parameter=found.parameter, stopped=stopped
+    )

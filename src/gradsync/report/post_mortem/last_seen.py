@@ -33,7 +33,7 @@ _DOING = {
 }
 
 
-class Seen(NamedTuple):
+class LastSeen(NamedTuple):
     """One rank, when it was last seen."""
 
     rank: int
@@ -58,12 +58,12 @@ class Seen(NamedTuple):
         return self.ended is None and self.error is None
 
 
-def last_seen(run: RunTrace) -> dict[int, Seen]:
+def last_seen(run: RunTrace) -> dict[int, LastSeen]:
     """Every rank whose file is here."""
     return {rank: seen_at(run, rank) for rank in run.ranks}
 
 
-def seen_at(run: RunTrace, rank: int, until: float = math.inf) -> Seen:
+def seen_at(run: RunTrace, rank: int, until: float = math.inf) -> LastSeen:
     """One rank, as it was then, on rank 0's clock; its error and its end are told whenever they came."""
     trace, shift = run.ranks[rank], shift_of(run, rank)
     flight = [entry for entry in trace.flight if math.isfinite(entry.at) and abs(entry.at) < 1e15]
@@ -71,7 +71,7 @@ def seen_at(run: RunTrace, rank: int, until: float = math.inf) -> Seen:
     failures = [entry.at + shift for entry in flight if entry.moment == Moment.FAILED]
     last = acts[-1] if acts else None
     step, at = _of_entry(last) if last is not None else _of_lines(trace)
-    return Seen(
+    return LastSeen(
         rank=trace.run.rank,
         host=trace.run.host,
         pid=trace.run.pid,
@@ -82,7 +82,7 @@ def seen_at(run: RunTrace, rank: int, until: float = math.inf) -> Seen:
         bucket=None if last is None else last.bucket,
         doing=_doing(trace, last),
         ended=trace.end.why if trace.end is not None else "detach" if _left(flight) else None,
-        error=_tamed(trace.errors[0], run.members) if trace.errors else None,
+        error=_with_known_ranks(trace.errors[0], run.members) if trace.errors else None,
     )
 
 
@@ -111,7 +111,7 @@ def parameters_of(trace: RankTrace, step: int | None, bucket: int | None) -> lis
     return [known[index][0] for plan in plans[:1] for index in plan.parameters if 0 <= index < len(known)]
 
 
-def seconds_ago(run: RunTrace, seen: Mapping[int, Seen], now: float) -> float | None:
+def seconds_ago(run: RunTrace, seen: Mapping[int, LastSeen], now: float) -> float | None:
     """How long before `now`, by the wall clock, any rank was last seen."""
     first = run.ranks[min(run.ranks)].run
     times = [each.at for each in seen.values() if each.at is not None]
@@ -129,7 +129,7 @@ def shift_of(run: RunTrace, rank: int) -> float:
     return (trace.run.started - trace.run.clock) - (first.run.started - first.run.clock)
 
 
-def _tamed(error: Error, group: Sequence[int]) -> Error:
+def _with_known_ranks(error: Error, group: Sequence[int]) -> Error:
     """With ranks that can be, and not too many: a file may name any."""
     return replace(error, ranks=[rank for rank in error.ranks if rank in group][:_MOST_NAMED])
 

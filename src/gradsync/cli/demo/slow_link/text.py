@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from gradsync.cli.bench.other_work import disturbance
-from gradsync.cli.demo.slow_link.result import LinkResult
+from gradsync.cli.bench.other_processes import disturbance
+from gradsync.cli.demo.slow_link.link_result import LinkResult
 from gradsync.cli.demo.slow_link.train_over_link import UNTIMED
-from gradsync.cli.demo.story.arms import ALONE, DDP
+from gradsync.cli.demo.story.train_variants import ALONE, DDP
 
 FOOTNOTE = (
     f"step ms: median (middle half) without the first {UNTIMED} steps; the arms take turns. MB sent: by each rank in a "

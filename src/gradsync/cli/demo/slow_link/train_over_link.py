@@ -22,14 +22,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 from torch.optim import AdamW
 
-from gradsync.cli.bench.other_work import Strangers
+from gradsync.cli.bench.other_processes import OtherProcesses
 from gradsync.cli.demo.slow_link import namespaces
-from gradsync.cli.demo.slow_link.arms import ARMS, Way
+from gradsync.cli.demo.slow_link.link_variants import VARIANTS, Wrap
 from gradsync.cli.demo.slow_link.shaped_link import INTERFACE, Shaper, connect
 from gradsync.cli.demo.slow_link.traffic import payload, sent
-from gradsync.cli.demo.story.arms import LEARNING_RATE, share, validate
 from gradsync.cli.demo.story.corpus import Text, read_library
 from gradsync.cli.demo.story.demo_model import DemoShape, build, loss_of
+from gradsync.cli.demo.story.train_variants import LEARNING_RATE, rank_batch, validate
 from gradsync.cli.local_ranks import advance
 
 UNTIMED = 3  # first steps of an arm: DDP and gradsync learn in which order gradients come
@@ -37,7 +37,7 @@ _VALIDATION_WINDOWS = 64
 _TIMEOUT = timedelta(minutes=2)  # of the group; the slowest link takes 10 s for all gradients
 
 
-class LinkLedger(NamedTuple):
+class LinkRecord(NamedTuple):
     """What one rank has to tell of one arm."""
 
     steps_s: list[float]  # of each timed step
@@ -48,10 +48,10 @@ class LinkLedger(NamedTuple):
 class Replica:
     """One arm's model, on this rank."""
 
-    def __init__(self, way: Way, shape: DemoShape) -> None:
+    def __init__(self, wrap: Wrap, shape: DemoShape) -> None:
         self._plain = build(shape)
         self._optimizer = AdamW(self._plain.parameters(), lr=LEARNING_RATE)
-        self._model, self.end = way(self._plain, self._optimizer)
+        self._model, self.end = wrap(self._plain, self._optimizer)
         self._steps_s: list[float] = []
         self._sent_nbytes: list[int] = []
 
@@ -66,33 +66,33 @@ class Replica:
         dist.barrier()  # what this rank sent has left the shaper's queue: the other has it
         self._sent_nbytes.append(_sent() - before)
 
-    def close_books(self, text: Text, shape: DemoShape) -> LinkLedger:
+    def record(self, text: Text, shape: DemoShape) -> LinkRecord:
         """What there is to tell."""
         loss = validate(self._plain, text, shape, _VALIDATION_WINDOWS) if dist.get_rank() == 0 else None
-        return LinkLedger(self._steps_s[UNTIMED:], self._sent_nbytes[UNTIMED:], loss)
+        return LinkRecord(self._steps_s[UNTIMED:], self._sent_nbytes[UNTIMED:], loss)
 
 
-def train(shape: DemoShape, steps: int, shaper: Shaper, folder: str) -> tuple[dict[str, LinkLedger], float]:
-    """The ledger of each arm, and on rank 0 how many cores other processes kept busy meanwhile.
+def train(shape: DemoShape, steps: int, shaper: Shaper, folder: str) -> tuple[dict[str, LinkRecord], float]:
+    """The record of each arm, and on rank 0 how many cores other processes kept busy meanwhile.
 
     Every arm trains for `steps` steps over one link; both ranks of a group call it, and leave that group.
     """
     _move(shaper, folder)
     text, rank = read_library(), dist.get_rank()
-    replicas = {name: Replica(way, shape) for name, way in ARMS.items()}
-    strangers = Strangers()
+    replicas = {name: Replica(wrap, shape) for name, wrap in VARIANTS.items()}
+    others = OtherProcesses()
     for step in range(steps):
         turn = list(replicas.values())
         for replica in reversed(turn) if step % 2 else turn:
-            replica.step(share(text, shape, step, rank))
+            replica.step(rank_batch(text, shape, step, rank))
             if rank == 0:
                 advance(folder)
-    busy_cores = strangers.cores()
+    busy_cores = others.cores()
     for replica in replicas.values():
         replica.end()
-    ledgers = {name: replica.close_books(text, shape) for name, replica in replicas.items()}
+    records = {name: replica.record(text, shape) for name, replica in replicas.items()}
     dist.barrier()  # nobody ends while the other still computes
-    return ledgers, busy_cores
+    return records, busy_cores
 
 
 def _move(shaper: Shaper, folder: str) -> None:

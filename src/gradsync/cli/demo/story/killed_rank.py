@@ -3,7 +3,7 @@
     rank 1   forward ─ writes the time ─ SIGKILL
     rank 0   forward ─ backward ········ waits ······ error ─ writes the time and the message
 
-Fates are written to files: after a failed synchronization nothing else is certain to arrive.
+What survivors report is written to files: after a failed synchronization nothing else is certain to arrive.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsync.cli.demo.story.arms import DDP, GRADSYNC, LEARNING_RATE, share
 from gradsync.cli.demo.story.corpus import read_library
 from gradsync.cli.demo.story.demo_model import DemoShape, build, loss_of
+from gradsync.cli.demo.story.train_variants import DDP, GRADSYNC, LEARNING_RATE, rank_batch
 from gradsync.cli.local_ranks import advance
 from gradsync.engine.attach import attach
 from gradsync.errors import GradSyncError
@@ -34,7 +34,7 @@ _LIMIT_S = 45.0  # for the start of the ranks, the training and the survivors' a
 
 
 @dataclass(frozen=True)
-class Fate:
+class SurvivorReport:
     """What one survivor said; no error: it said nothing for so many seconds, and still waits."""
 
     rank: int
@@ -45,21 +45,21 @@ class Fate:
 
 
 @dataclass(frozen=True)
-class Death:
+class RankDeath:
     """How one arm took the death of a rank."""
 
     arm: str
     killed: int
-    fates: list[Fate]
+    fates: list[SurvivorReport]
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
     def summary(self) -> str:
         """What it comes to, in a line."""
-        named = sum(fate.names_killed_rank for fate in self.fates)
-        last = max(fate.seconds for fate in self.fates)
-        told = "every survivor knew" if all(fate.error for fate in self.fates) else "not every survivor knew"
+        named = sum(report.names_killed_rank for report in self.fates)
+        last = max(report.seconds for report in self.fates)
+        told = "every survivor knew" if all(report.error for report in self.fates) else "not every survivor knew"
         return f"{told} after {last:.2f} s; {named} of {len(self.fates)} say that it was rank {self.killed}"
 
 
@@ -73,20 +73,20 @@ def train_until_death(arm: str, killed: int, shape: DemoShape, folder: str) -> N
     rank = dist.get_rank()
     for step in range(KILL_STEP + 2):
         try:
-            loss = loss_of(model, share(text, shape, step, rank))
+            loss = loss_of(model, rank_batch(text, shape, step, rank))
             if (rank, step) == (killed, KILL_STEP):
                 _die(Path(folder, arm))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         except Exception as error:
-            _write(Path(folder, arm), f"fate-{rank}", _name(error), str(error))
+            _write(Path(folder, arm), f"report-{rank}", _name(error), str(error))
             raise
         if rank == (killed + 1) % dist.get_world_size():
             advance(folder)
 
 
-def watch_death(pool: RankPool, arm: str, killed: int, shape: DemoShape, folder: str) -> Death:
+def watch_death(pool: RankPool, arm: str, killed: int, shape: DemoShape, folder: str) -> RankDeath:
     """Let it happen, on the ranks of this pool, and read what they left."""
     left = Path(folder) / arm
     left.mkdir()
@@ -97,7 +97,7 @@ def watch_death(pool: RankPool, arm: str, killed: int, shape: DemoShape, folder:
         raise GradSyncError(f"with {arm} the ranks ended before rank {killed} was killed:\n{ends}")
     died_at = _read(left, "killed")["at"]
     survivors = [rank for rank in range(pool.ranks) if rank != killed]
-    return Death(arm, killed, [_fate(left, rank, killed, died_at) for rank in survivors])
+    return RankDeath(arm, killed, [_survivor_report(left, rank, killed, died_at) for rank in survivors])
 
 
 def _die(folder: Path) -> None:
@@ -105,12 +105,12 @@ def _die(folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _fate(folder: Path, rank: int, killed: int, died_at: float) -> Fate:
+def _survivor_report(folder: Path, rank: int, killed: int, died_at: float) -> SurvivorReport:
     try:
-        said = _read(folder, f"fate-{rank}")
+        said = _read(folder, f"report-{rank}")
     except FileNotFoundError:
-        return Fate(rank, None, "nothing, it still waits", time.monotonic() - died_at, False)
-    return Fate(rank, said["error"], said["message"], said["at"] - died_at, names(killed, said["message"]))
+        return SurvivorReport(rank, None, "nothing, it still waits", time.monotonic() - died_at, False)
+    return SurvivorReport(rank, said["error"], said["message"], said["at"] - died_at, names(killed, said["message"]))
 
 
 def names(rank: int, message: str) -> bool:
@@ -129,8 +129,8 @@ def _name(error: Exception) -> str:
 
 def _write(folder: Path, name: str, error: str | None, message: str) -> None:
     # CLOCK_MONOTONIC is one clock for all processes of a machine.
-    fate = {"at": time.monotonic(), "error": error, "message": message}
-    Path(folder, name).write_text(json.dumps(fate))
+    report = {"at": time.monotonic(), "error": error, "message": message}
+    Path(folder, name).write_text(json.dumps(report))
 
 
 def _read(folder: Path, name: str) -> dict[str, Any]:

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from gradsync.cli.bench.hardware import cores
-from gradsync.cli.bench.other_work import Strangers
-from gradsync.cli.demo.story.arms import LEARNING_RATE, share
+from gradsync.cli.bench.other_processes import OtherProcesses
 from gradsync.cli.demo.story.corpus import read_library
 from gradsync.cli.demo.story.demo_model import DemoShape, build, loss_of
+from gradsync.cli.demo.story.train_variants import LEARNING_RATE, rank_batch
 from gradsync.cli.local_ranks import advance
 from gradsync.engine.attach import attach
 from gradsync.report.summary import summarize
@@ -46,7 +46,7 @@ class RankTimes:
 
 
 @dataclass(frozen=True)
-class Slowness:
+class SlowInput:
     """What came of it."""
 
     slowed: int
@@ -70,25 +70,25 @@ def train_slowly(slowed: int, shape: DemoShape, steps: int, folder: str) -> floa
     model = build(shape)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     sync = attach(model, optimizer, trace=os.path.join(folder, TRACE))
-    strangers = Strangers()
+    others = OtherProcesses()
     for batch in sync.data(_batches(slowed, shape, steps)):
         loss_of(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
         if dist.get_rank() == 0:
             advance(folder)
-    busy_cores = strangers.cores()
+    busy_cores = others.cores()
     sync.detach()
     return busy_cores
 
 
-def read_slowness(folder: Path, slowed: int, busy_cores: float = 0.0) -> Slowness:
+def read_slow_input(folder: Path, slowed: int, busy_cores: float = 0.0) -> SlowInput:
     """What the traces say."""
     run = read_run(folder)
     table, summary = tabulate(run), summarize(run)
     ranks = [_times(table, rank) for rank in table.ranks]
     blame = [str(each.text) for each in summary.blame]
-    return Slowness(slowed, 1e3 * SLOWED_S, len(table.steps), ranks, summary.verdict, blame, busy_cores, cores())
+    return SlowInput(slowed, 1e3 * SLOWED_S, len(table.steps), ranks, summary.verdict, blame, busy_cores, cores())
 
 
 def _batches(slowed: int, shape: DemoShape, steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -96,7 +96,7 @@ def _batches(slowed: int, shape: DemoShape, steps: int) -> Iterator[tuple[torch.
     for step in range(steps):
         if rank == slowed:
             time.sleep(SLOWED_S)
-        yield share(text, shape, step, rank)
+        yield rank_batch(text, shape, step, rank)
 
 
 def _times(table: Table, rank: int) -> RankTimes:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from gradsync.cli.bench.other_work import disturbance, disturbing
-from gradsync.cli.demo.story.slow_input import Slowness
+from gradsync.cli.bench.other_processes import disturbance, disturbing
+from gradsync.cli.demo.story.slow_input import SlowInput
 
 FOOTNOTE = (
     "step ms: the median step from one synchronization's end to the next, what a stopwatch around the step or an "
@@ -13,7 +13,7 @@ FOOTNOTE = (
 )
 
 
-def table(result: Slowness) -> Table:
+def table(result: SlowInput) -> Table:
     """One line per rank."""
     names = list(result.ranks[0].phases_ms)
     grid = Table(title=_title(result), title_justify="left", title_style="bold")
@@ -25,26 +25,26 @@ def table(result: Slowness) -> Table:
     return grid
 
 
-def sentences(result: Slowness) -> list[str]:
+def sentences(result: SlowInput) -> list[str]:
     """What one sees in it."""
     said = [f"gradsync report: {line}" for line in [result.verdict, *result.blame]]
     told = [_by_stopwatch(result), *said, *([] if result.blame else [_nobody(result)])]
     return [*told, _on_others(result)] if disturbing(result.busy_cores_of_others) else told
 
 
-def _on_others(result: Slowness) -> str:
+def _on_others(result: SlowInput) -> str:
     theirs = disturbance(result.busy_cores_of_others, result.cores)
     return f"{theirs}: what rank {result.slowed}'s sleep does not explain may be their doing."
 
 
-def _title(result: Slowness) -> str:
+def _title(result: SlowInput) -> str:
     return (
         f"{result.steps} steps on {len(result.ranks)} ranks; in every step rank {result.slowed} "
         f"sleeps {result.slowed_ms:.0f} ms in its input"
     )
 
 
-def _by_stopwatch(result: Slowness) -> str:
+def _by_stopwatch(result: SlowInput) -> str:
     steps = [rank.step_ms for rank in result.ranks]
     apart = max(steps) - min(steps)
     return (
@@ -53,5 +53,5 @@ def _by_stopwatch(result: Slowness) -> str:
     )
 
 
-def _nobody(result: Slowness) -> str:
+def _nobody(result: SlowInput) -> str:
     return f"The report blames nobody, though rank {result.slowed} was slowed: try more steps, or a quieter machine."

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from gradsync.cli.bench.other_work import disturbance
-from gradsync.cli.demo.story.arms import ALONE, DDP, GRADSYNC, ONE
-from gradsync.cli.demo.story.result import ArmComparison, DemoArmResult, DemoResult
-from gradsync.cli.demo.story.weight_distance import Gap
+from gradsync.cli.bench.other_processes import disturbance
+from gradsync.cli.demo.story.demo_result import DemoResult, DemoVariantResult, VariantComparison
+from gradsync.cli.demo.story.train_variants import ALONE, DDP, GRADSYNC, ONE
+from gradsync.cli.demo.story.weight_distance import WeightDistance
 
 FOOTNOTE = (
     "step ms: median (middle half); the arms run 5 steps each in turn. exposed ms: median step minus that of no sync. "
@@ -52,7 +52,7 @@ def _threads(count: int) -> str:
     return "1 thread" if count == 1 else f"{count} threads"
 
 
-def _replicas(arm: DemoArmResult, result: DemoResult) -> str:
+def _replicas(arm: DemoVariantResult, result: DemoResult) -> str:
     if arm.replicas is None:
         return "only one"
     if not arm.replicas.identical:
@@ -115,20 +115,20 @@ def _on_ranks(result: DemoResult) -> str:
     return f"For the same batch one process with all threads took {_times(compared, ranks)}: {verdict}."
 
 
-def _times(compared: ArmComparison, other: str) -> str:
+def _times(compared: VariantComparison, other: str) -> str:
     count = f"longer in {compared.slower_rounds} of {compared.rounds} rounds"
     return f"{compared.ratio.median:.2f} times as long as {other} ({count})"
 
 
-def _verdict(compared: ArmComparison, slower: str, faster: str, neither: str) -> str:
+def _verdict(compared: VariantComparison, slower: str, faster: str, neither: str) -> str:
     if not compared.clear:
         return neither
     return slower if compared.ratio.median > 1 else faster
 
 
-def _identical(arm: DemoArmResult) -> bool:
+def _identical(arm: DemoVariantResult) -> bool:
     return arm.replicas is not None and arm.replicas.identical
 
 
-def _percent(gap: Gap) -> str:
+def _percent(gap: WeightDistance) -> str:
     return f"{100 * gap.relative:.2g}\N{NO-BREAK SPACE}%"

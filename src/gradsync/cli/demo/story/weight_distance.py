@@ -9,7 +9,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Gap:
+class WeightDistance:
     """A difference of weights; `relative` is its norm over the norm of the weights."""
 
     identical: bool  # bit for bit
@@ -22,7 +22,7 @@ def flatten(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in parameters])
 
 
-def gap(first: torch.Tensor, second: torch.Tensor) -> Gap:
+def gap(first: torch.Tensor, second: torch.Tensor) -> WeightDistance:
     """The difference of two float32 vectors.
 
     >>> gap(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
@@ -31,10 +31,10 @@ def gap(first: torch.Tensor, second: torch.Tensor) -> Gap:
     # As integers: for floats, torch.equal takes 0.0 for -0.0 and no NaN for itself.
     identical = torch.equal(first.view(torch.int32), second.view(torch.int32))
     difference = (first - second).double()
-    return Gap(identical, float(difference.abs().max()), float(difference.norm() / first.double().norm()))
+    return WeightDistance(identical, float(difference.abs().max()), float(difference.norm() / first.double().norm()))
 
 
-def widest(replicas: Sequence[torch.Tensor]) -> Gap:
+def widest(replicas: Sequence[torch.Tensor]) -> WeightDistance:
     """The largest gap between the first replica and any other."""
     gaps = [gap(replicas[0], other) for other in replicas[1:]]
-    return Gap(all(g.identical for g in gaps), max(g.max_abs for g in gaps), max(g.relative for g in gaps))
+    return WeightDistance(all(g.identical for g in gaps), max(g.max_abs for g in gaps), max(g.relative for g in gaps))

@@ -1,4 +1,4 @@
-"""What came of the arms, from the ranks' ledgers; pure."""
+"""What came of the arms, from the ranks' records; pure."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from statistics import median, quantiles
 from typing import Any
 
 from gradsync.cli.bench.hardware import cores
-from gradsync.cli.bench.other_work import disturbing
-from gradsync.cli.demo.story.arms import ALONE, ARMS, DDP, GRADSYNC, ONE, DemoLedger
-from gradsync.cli.demo.story.weight_distance import Gap
+from gradsync.cli.bench.other_processes import disturbing
+from gradsync.cli.demo.story.train_variants import ALONE, DDP, GRADSYNC, ONE, VARIANTS, DemoRecord
+from gradsync.cli.demo.story.weight_distance import WeightDistance
 
 Rounds = list[list[float]]  # seconds of each step, by round
 
@@ -26,7 +26,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class ArmComparison:
+class VariantComparison:
     """One arm's step time over another's, round by round.
 
     Neighbours in time are compared, so what slows the whole machine for a while cancels out.
@@ -43,7 +43,7 @@ class ArmComparison:
 
 
 @dataclass(frozen=True)
-class DemoArmResult:
+class DemoVariantResult:
     """One line of the table."""
 
     arm: str
@@ -51,7 +51,7 @@ class DemoArmResult:
     exposed_ms: float | None  # None for one process: it does the work of all ranks, so nothing is comparable
     sent_mb: float  # by each rank in each step
     validation_loss: float
-    replicas: Gap | None  # None where there is only one
+    replicas: WeightDistance | None  # None where there is only one
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ class DemoResult:
     steps: int
     num_parameters: int
     loss_before: float
-    arms: list[DemoArmResult]
-    gradsync_from_ddp: Gap
-    gradsync_over_ddp: ArmComparison
-    one_process_over_gradsync: ArmComparison
+    arms: list[DemoVariantResult]
+    gradsync_from_ddp: WeightDistance
+    gradsync_over_ddp: VariantComparison
+    one_process_over_gradsync: VariantComparison
     gradsync_waited_ms: float  # by its own count, of a step
     busy_cores_of_others: float = 0.0
     cores: int = 1
@@ -76,25 +76,25 @@ class DemoResult:
         """Whether others were at work enough that step times cannot be compared."""
         return disturbing(self.busy_cores_of_others)
 
-    def arm(self, name: str) -> DemoArmResult:
+    def arm(self, name: str) -> DemoVariantResult:
         return next(arm for arm in self.arms if arm.arm == name)
 
     def as_json(self) -> dict[str, Any]:
         return {"command": "demo", **asdict(self)}
 
 
-def sum_up(ledgers: Sequence[DemoLedger], threads: int, steps: int, num_parameters: int) -> DemoResult:
+def sum_up(records: Sequence[DemoRecord], threads: int, steps: int, num_parameters: int) -> DemoResult:
     """The result of a run, from what each rank wrote down."""
-    first = ledgers[0]
+    first = records[0]
     assert first.from_ddp is not None
-    times = {arm: _by_round(ledgers, arm) for arm in ARMS}
+    times = {arm: _by_round(records, arm) for arm in VARIANTS}
     return DemoResult(
-        ranks=len(ledgers),
+        ranks=len(records),
         threads_per_rank=threads,
         steps=steps,
         num_parameters=num_parameters,
         loss_before=first.loss_before,
-        arms=[_line(arm, times, first) for arm in ARMS],
+        arms=[_line(arm, times, first) for arm in VARIANTS],
         gradsync_from_ddp=first.from_ddp,
         gradsync_over_ddp=compare(times[GRADSYNC], times[DDP]),
         one_process_over_gradsync=compare(times[ONE], times[GRADSYNC]),
@@ -116,25 +116,25 @@ def spread(samples: Sequence[float]) -> Spread:
     return Spread(median(samples), low, high)
 
 
-def compare(these: Rounds, those: Rounds) -> ArmComparison:
+def compare(these: Rounds, those: Rounds) -> VariantComparison:
     """These steps against those.
 
     >>> compare([[2.0, 2.0], [3.0]], [[1.0], [4.0, 4.0]])
     ArmComparison(ratio=Spread(median=1.375, low=1.0625, high=1.6875), slower_rounds=1, rounds=2)
     """
     ratios = [median(a) / median(b) for a, b in zip(these, those, strict=True)]
-    return ArmComparison(spread(ratios), sum(ratio > 1 for ratio in ratios), len(ratios))
+    return VariantComparison(spread(ratios), sum(ratio > 1 for ratio in ratios), len(ratios))
 
 
-def _by_round(ledgers: Sequence[DemoLedger], arm: str) -> Rounds:
+def _by_round(records: Sequence[DemoRecord], arm: str) -> Rounds:
     """The steps of all ranks, by round; rounds in which none was timed are left out."""
-    rounds = zip(*(ledger.rounds[arm] for ledger in ledgers), strict=True)
+    rounds = zip(*(record.rounds[arm] for record in records), strict=True)
     return [samples for ranks in rounds if (samples := [s for rank in ranks for s in rank])]
 
 
-def _line(arm: str, times: dict[str, Rounds], first: DemoLedger) -> DemoArmResult:
+def _line(arm: str, times: dict[str, Rounds], first: DemoRecord) -> DemoVariantResult:
     step, alone = _step_ms(times[arm]), _step_ms(times[ALONE])
-    return DemoArmResult(
+    return DemoVariantResult(
         arm,
         step,
         None if arm == ONE else step.median - alone.median,

@@ -29,7 +29,7 @@ _TURN = 10  # steps, at least
 
 
 @dataclass(frozen=True)
-class Arm:
+class Variant:
     """One way to train.
 
     Args:
@@ -50,7 +50,7 @@ class Arm:
     def turn(self) -> int:
         """Steps in a timed turn: whole windows.
 
-        >>> Arm(plain).turn, Arm(plain, window=8).turn, Arm(plain, window=50).turn
+        >>> Variant(plain).turn, Variant(plain, window=8).turn, Variant(plain, window=50).turn
         (10, 16, 50)
         """
         return -(-_TURN // self.window) * self.window
@@ -74,35 +74,35 @@ def finish(sync: gs.GradSync, optimizer: Optimizer) -> None:
         optimizer.zero_grad()
 
 
-def _arm(pace: Pace, window: int = 1, *, int4: bool = False) -> Arm:
+def _variant(pace: Pace, window: int = 1, *, int4: bool = False) -> Variant:
     plan = gs.Plan(pace=pace, compress=gs.int4() if int4 else None)
-    return Arm(partial(paced, plan=plan), window)
+    return Variant(partial(paced, plan=plan), window)
 
 
 _OUTER = gs.nesterov(0.7, 0.9)
 
-PACES: dict[str, Arm] = {
-    EXACT: _arm(gs.every_step()),
-    "accumulate(50)": _arm(gs.accumulate(50), 50),
-    "local_sgd(50)": _arm(gs.local_sgd(50), 50),
-    "diloco(50)": _arm(gs.diloco(50, _OUTER), 50),
-    "diloco(50), int4": _arm(gs.diloco(50, _OUTER), 50, int4=True),
-    "diloco(50), streaming": _arm(gs.diloco(50, _OUTER, fragments=5, delay=2, mixing=0.5), 50),
-    "delayed(1)": _arm(gs.delayed(1)),
-    "async_sgd(0)": _arm(gs.async_sgd(0)),
-    "async_sgd(4)": _arm(gs.async_sgd(4)),
-    "gossip(ring)": _arm(gs.gossip("ring")),
+PACES: dict[str, Variant] = {
+    EXACT: _variant(gs.every_step()),
+    "accumulate(50)": _variant(gs.accumulate(50), 50),
+    "local_sgd(50)": _variant(gs.local_sgd(50), 50),
+    "diloco(50)": _variant(gs.diloco(50, _OUTER), 50),
+    "diloco(50), int4": _variant(gs.diloco(50, _OUTER), 50, int4=True),
+    "diloco(50), streaming": _variant(gs.diloco(50, _OUTER, fragments=5, delay=2, mixing=0.5), 50),
+    "delayed(1)": _variant(gs.delayed(1)),
+    "async_sgd(0)": _variant(gs.async_sgd(0)),
+    "async_sgd(4)": _variant(gs.async_sgd(4)),
+    "gossip(ring)": _variant(gs.gossip("ring")),
 }
 
 
-def _longer(name: str, stretch: float) -> dict[str, Arm]:
+def _longer(name: str, stretch: float) -> dict[str, Variant]:
     arm = PACES[name]
-    return {f"{name}, {stretch:g} × the steps": Arm(arm.make, arm.window, stretch, like=name)}
+    return {f"{name}, {stretch:g} × the steps": Variant(arm.make, arm.window, stretch, like=name)}
 
 
-ARMS: dict[str, Arm] = {
-    BASE: Arm(plain, learns=False),
-    PEER: Arm(partial(ddp, view=True)),
+VARIANTS: dict[str, Variant] = {
+    BASE: Variant(plain, learns=False),
+    PEER: Variant(partial(ddp, view=True)),
     **PACES,
     # What a step less synchronized saves may be spent on more steps.
     **_longer("local_sgd(50)", 1.5),

@@ -30,11 +30,11 @@ class Setting(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BenchQuestion:
+class BenchConfig:
     """Every size under every setting, by all arms in turn.
 
-    >>> question = BenchQuestion((1024,), "fp32", ("gloo",))
-    >>> BenchQuestion.from_json(question.as_json()) == question
+    >>> config = BenchConfig((1024,), "fp32", ("gloo",))
+    >>> BenchConfig.from_json(config.as_json()) == config
     True
     """
 
@@ -46,7 +46,7 @@ class BenchQuestion:
     rounds: int | None = None  # None: as many as fit into the time
 
     @property
-    def num_contests(self) -> int:
+    def num_comparisons(self) -> int:
         return len(self.sizes) * len(self.caches) * len(self.busy)
 
     def settings(self) -> Iterator[Setting]:
@@ -56,7 +56,7 @@ class BenchQuestion:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> BenchQuestion:
+    def from_json(cls, text: str) -> BenchConfig:
         fields: dict[str, Any] = json.loads(text)
         for name, value in fields.items():
             if isinstance(value, list):

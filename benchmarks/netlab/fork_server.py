@@ -22,7 +22,7 @@ from typing import Any
 _LENGTH = struct.Struct("!I")
 
 
-class Nest:
+class ForkServer:
     """The lab's end. A context manager; the process ends with it, or with the process that made it."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Nest:
         self._socket.close()
         self._process.wait()
 
-    def __enter__(self) -> Nest:
+    def __enter__(self) -> ForkServer:
         return self
 
     def __exit__(self, *_: object) -> None:

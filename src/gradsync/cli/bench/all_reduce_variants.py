@@ -35,7 +35,7 @@ MPI_DTYPES = ("fp32", "fp64", "int32", "int64")
 
 
 @dataclass(frozen=True)
-class BenchArm:
+class AllReduceVariant:
     """One all-reduce. `bind` prepares the call that replaces a tensor by its sum over the ranks."""
 
     algorithm: str
@@ -44,13 +44,13 @@ class BenchArm:
     shared: bool = False  # works on a tensor in the memory that the ranks of a host share
 
 
-def _gradsync(name: str, recipe: Algorithm | None, says: str, shared: bool = False) -> BenchArm:
+def _gradsync(name: str, recipe: Algorithm | None, says: str, shared: bool = False) -> AllReduceVariant:
     """An arm that is gradsync's own."""
 
     def bind(tensor: torch.Tensor) -> Call:
         return partial(all_reduce, tensor, algorithm=recipe, op="sum")
 
-    return BenchArm(name, says, bind, shared)
+    return AllReduceVariant(name, says, bind, shared)
 
 
 def _bind_gloo(tensor: torch.Tensor) -> Call:
@@ -62,9 +62,9 @@ def _bind_mpi(tensor: torch.Tensor) -> Call:
     return partial(mpi.COMM_WORLD.Allreduce, mpi.IN_PLACE, tensor.numpy())
 
 
-ARMS: Mapping[str, BenchArm] = {
-    GLOO: BenchArm(GLOO, "the process group's own dist.all_reduce", _bind_gloo),
-    MPI: BenchArm(MPI, "MPI_Allreduce in place, by mpi4py", _bind_mpi),
+VARIANTS: Mapping[str, AllReduceVariant] = {
+    GLOO: AllReduceVariant(GLOO, "the process group's own dist.all_reduce", _bind_gloo),
+    MPI: AllReduceVariant(MPI, "MPI_Allreduce in place, by mpi4py", _bind_mpi),
     "shared": _gradsync("shared_memory", shared_memory(), "gs.shared_memory() on a tensor of gs.shared_empty()", True),
     "any": _gradsync("shared_memory", shared_memory(), "gs.shared_memory() on a plain tensor"),
     "auto": _gradsync("auto", None, "gs.all_reduce() as it comes: gradsync chooses"),
@@ -76,36 +76,38 @@ ARMS: Mapping[str, BenchArm] = {
 }
 
 
-def parse_arms(text: str) -> tuple[str, ...]:
+def parse_variants(text: str) -> tuple[str, ...]:
     """The arms that a list names.
 
-    >>> parse_arms("ring,shared_memory")
+    >>> parse_variants("ring,shared_memory")
     ('ring', 'shared', 'any')
     """
     if text == "all":
-        return tuple(ARMS)
+        return tuple(VARIANTS)
     names: list[str] = []
     for name in text.split(","):
-        if name.strip() not in {*ARMS, *ALIASES}:
-            raise ValueError(f"{name.strip()!r} is no algorithm: choose from {', '.join([*ARMS, *ALIASES])}, or all")
+        if name.strip() not in {*VARIANTS, *ALIASES}:
+            raise ValueError(
+                f"{name.strip()!r} is no algorithm: choose from {', '.join([*VARIANTS, *ALIASES])}, or all"
+            )
         names += ALIASES.get(name.strip(), (name.strip(),))
     return tuple(dict.fromkeys(names))
 
 
-def line_up(named: tuple[str, ...] | None, one_host: bool, mpi: bool) -> tuple[str, ...]:
+def choose_variants(named: tuple[str, ...] | None, one_host: bool, mpi: bool) -> tuple[str, ...]:
     """The peers first, then the arms named, or those that suit the hosts.
 
-    >>> line_up(None, one_host=True, mpi=False), line_up(("tree",), one_host=True, mpi=True)
+    >>> choose_variants(None, one_host=True, mpi=False), choose_variants(("tree",), one_host=True, mpi=True)
     (('gloo', 'shared', 'any'), ('gloo', 'mpi', 'tree'))
     """
     if named is None:
         named = _ONE_HOST if one_host else _SEVERAL_HOSTS
-    elif set(named) == set(ARMS) and not one_host:  # all that there are
+    elif set(named) == set(VARIANTS) and not one_host:  # all that there are
         named = tuple(name for name in named if name not in _ONE_HOST)
     peers = (GLOO, MPI) if mpi else (GLOO,)
     return (*peers, *(name for name in named if name not in (GLOO, MPI)))
 
 
-def out_of_place(arms: tuple[str, ...]) -> list[str]:
+def one_host_only(arms: tuple[str, ...]) -> list[str]:
     """Those of the arms that need all ranks on one host."""
     return [name for name in arms if name in _ONE_HOST]

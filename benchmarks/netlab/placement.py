@@ -11,7 +11,7 @@ from netlab.wiring import INTERFACE, address
 _FIRST_PORT = 29500  # in a network where nobody else listens
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """One rank's; `host` is the index of its host."""
 
     rank: int
@@ -20,10 +20,10 @@ class Place(NamedTuple):
     local_size: int
 
 
-def places(hosts: int, ranks_per_host: int | Sequence[int]) -> list[Place]:
+def rank_places(hosts: int, ranks_per_host: int | Sequence[int]) -> list[RankPlace]:
     """Ranks are numbered host by host.
 
-    >>> places(2, [2, 1])[2]
+    >>> rank_places(2, [2, 1])[2]
     Place(rank=2, host=1, local_rank=0, local_size=1)
     """
     counts = [ranks_per_host] * hosts if isinstance(ranks_per_host, int) else list(ranks_per_host)
@@ -32,11 +32,11 @@ def places(hosts: int, ranks_per_host: int | Sequence[int]) -> list[Place]:
             f"ranks_per_host must be a number for each of {hosts} hosts, the first at least 1 since rank 0 is there, "
             f"got {ranks_per_host!r}"
         )
-    seats = [(host, local, count) for host, count in enumerate(counts) for local in range(count)]
-    return [Place(rank, *seat) for rank, seat in enumerate(seats)]
+    places = [(host, local, count) for host, count in enumerate(counts) for local in range(count)]
+    return [RankPlace(rank, *seat) for rank, seat in enumerate(places)]
 
 
-def environment(place: Place, size: int, hosts: int, run: int, extra: dict[str, str]) -> dict[str, str]:
+def environment(place: RankPlace, size: int, hosts: int, run: int, extra: dict[str, str]) -> dict[str, str]:
     """This process's environment and `extra`, with one thread per rank, less what a torchrun around us said."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     habits = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}

@@ -25,7 +25,7 @@ _DESCRIPTION = ("params", "arch", "dtype", "tokens", "mfu", "flops")
 
 
 @dataclass(frozen=True)
-class PlanQuestion:
+class PlanInputs:
     """A cluster, a model's step on it, and two things that `Answer` has too."""
 
     cluster: Cluster
@@ -34,13 +34,13 @@ class PlanQuestion:
     dtype_assumed: bool = False
 
 
-def ask(options: argparse.Namespace) -> PlanQuestion:
+def read_inputs(options: argparse.Namespace) -> PlanInputs:
     """From the options of the command line."""
     made = _cluster(options)
     profile = _profile(options, made.device)
     arrives = _arrives(options, made)
     device = replace(made.device, name=printable(made.device.name))
-    return PlanQuestion(
+    return PlanInputs(
         replace(made, name=printable(made.name), device=device),
         replace(
             profile,
@@ -52,7 +52,7 @@ def ask(options: argparse.Namespace) -> PlanQuestion:
     )
 
 
-def said(make: Callable[[], T]) -> T:
+def as_bad_input(make: Callable[[], T]) -> T:
     """What `make` returns; its ValueError as the command's one sentence."""
     try:
         return make()
@@ -75,7 +75,7 @@ def write(option: str, path: Path, put: Callable[[Path], object]) -> None:
 def load(option: str, path: Path, read: Callable[[Path], T]) -> T:
     """What a file holds; a sentence if there is none."""
     try:
-        return said(lambda: read(path))
+        return as_bad_input(lambda: read(path))
     except OSError as error:
         raise BadInput(f"gradsync plan: {option} {path} cannot be read: {error.strerror}") from None
 
@@ -90,7 +90,7 @@ def _cluster(options: argparse.Namespace) -> Cluster:
             "or --cluster FILE with what gradsync probe measured"
         )
     given = {name: getattr(options, name) for name in _PARTS if getattr(options, name) is not None}
-    return said(lambda: cluster(**given))
+    return as_bad_input(lambda: cluster(**given))
 
 
 def _profile(options: argparse.Namespace, device: Device) -> ModelProfile:
@@ -111,8 +111,8 @@ def _profile(options: argparse.Namespace, device: Device) -> ModelProfile:
         )
     given = {name: getattr(options, name) for name in ("dtype", "tokens", "mfu") if getattr(options, name) is not None}
     if options.arch is not None:
-        return said(lambda: architecture(options.arch, flops=flops, **given))
-    return said(lambda: describe(options.params, flops=flops, **given))
+        return as_bad_input(lambda: architecture(options.arch, flops=flops, **given))
+    return as_bad_input(lambda: describe(options.params, flops=flops, **given))
 
 
 def _arrives(options: argparse.Namespace, made: Cluster) -> float:

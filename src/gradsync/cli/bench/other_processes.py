@@ -1,7 +1,7 @@
 """Who else was at work on this host while we measured: a comparison on a busy machine is none.
 
-Arms do not suffer alike: beside strangers MPI's median came out at 40 µs in one run and at 8 ms in the next, gloo's
-near 1 ms in both. Taking turns does not make that fair, so it is measured, and said.
+Arms do not suffer alike: beside other processes MPI's median came out at 40 µs in one run and at 8 ms in the next,
+gloo's near 1 ms in both. Taking turns does not make that fair, so it is measured, and said.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _IDLE = (3, 4)  # among the columns of a line: idle, and waiting for a disk
 _COLUMNS = 8  # user to steal; what follows is counted in user already
 
 
-class Strangers:
+class OtherProcesses:
     """Counts from its making on; ranks of one host make and ask it together."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gradsync import svg
-from slow_link.arms import ARMS, WARM_UP
+from slow_link.variants import VARIANTS, WARM_UP
 
 # 24 arms, without those that have a warm-up: the families by hue, so that neighbours in the key differ.
 _COLORS = (
@@ -47,7 +47,7 @@ def page(width: float, height: float, title: str, parts: Iterable[str]) -> str:
 
 def number(arm: str) -> int:
     """The number of its color, in every picture and also with a warm-up: `s3` as a line, `f3` as an area."""
-    return list(ARMS).index(arm.removesuffix(WARM_UP)) % len(_COLORS)
+    return list(VARIANTS).index(arm.removesuffix(WARM_UP)) % len(_COLORS)
 
 
 def line(arm: str) -> str:

@@ -1,6 +1,6 @@
 """The arms, as data: a name, how its replica is made, and where it takes part.
 
-To add one, add a line to `COMPRESSORS` or to `ARMS`.
+To add one, add a line to `COMPRESSORS` or to `VARIANTS`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ WARMED_UP: dict[str, Compressor] = {
 
 
 @dataclass(frozen=True)
-class Arm:
+class Variant:
     """One way to train.
 
     Args:
@@ -73,19 +73,19 @@ class Arm:
     compress: Compressor | None = None
 
 
-def _compressed(recipe: Compressor, timed: bool) -> Arm:
-    return Arm(partial(ours, plan=gs.Plan(compress=recipe)), timed=timed, compress=recipe)
+def _compressed(recipe: Compressor, timed: bool) -> Variant:
+    return Variant(partial(ours, plan=gs.Plan(compress=recipe)), timed=timed, compress=recipe)
 
 
-ARMS: dict[str, Arm] = {
-    BASE: Arm(plain, learns=False),
-    "DDP": Arm(ddp),
-    "DDP, bucket view": Arm(partial(ddp, view=True), learns=False),
-    HALF: Arm(partial(ddp, view=True, half=True)),
-    "DDP, PowerSGD hook 4": Arm(partial(ddp_powersgd, rank=4)),
-    "DDP, accumulate 4": Arm(partial(ddp, view=True, every=4), window=4, learns=False),
-    EXACT: Arm(partial(ours, plan=gs.Plan())),
-    "gradsync, accumulate 4": Arm(partial(ours, plan=gs.Plan(pace=gs.accumulate(4))), window=4),
+VARIANTS: dict[str, Variant] = {
+    BASE: Variant(plain, learns=False),
+    "DDP": Variant(ddp),
+    "DDP, bucket view": Variant(partial(ddp, view=True), learns=False),
+    HALF: Variant(partial(ddp, view=True, half=True)),
+    "DDP, PowerSGD hook 4": Variant(partial(ddp_powersgd, rank=4)),
+    "DDP, accumulate 4": Variant(partial(ddp, view=True, every=4), window=4, learns=False),
+    EXACT: Variant(partial(ours, plan=gs.Plan())),
+    "gradsync, accumulate 4": Variant(partial(ours, plan=gs.Plan(pace=gs.accumulate(4))), window=4),
     **{f"gradsync, {name}": _compressed(recipe, True) for name, recipe in COMPRESSORS.items()},
     **{f"gradsync, {name}": _compressed(recipe, False) for name, recipe in WARMED_UP.items()},
 }

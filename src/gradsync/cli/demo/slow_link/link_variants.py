@@ -10,7 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradsync.cli.demo.story.arms import ALONE, DDP, GRADSYNC
+from gradsync.cli.demo.story.train_variants import ALONE, DDP, GRADSYNC
 from gradsync.compress.integers import int4, int8
 from gradsync.compress.powersgd import powersgd
 from gradsync.compress.recipe import Compressor
@@ -19,7 +19,7 @@ from gradsync.engine.attach import attach
 from gradsync.plan.sync_plan import Plan
 
 End = Callable[[], None]
-Way = Callable[[nn.Module, Optimizer], tuple[nn.Module, End]]
+Wrap = Callable[[nn.Module, Optimizer], tuple[nn.Module, End]]
 """From a model and its optimizer to what is called in the model's place, and to what ends it."""
 
 
@@ -44,7 +44,7 @@ COMPRESSED: dict[str, Compressor] = {
     "gradsync topk(0.01)": topk(0.01),
     "gradsync powersgd(4)": powersgd(4),
 }
-ARMS: dict[str, Way] = {
+VARIANTS: dict[str, Wrap] = {
     ALONE: _alone,
     DDP: _ddp,
     "DDP, fp16 hook": partial(_ddp, half=True),

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
 
-from gradsync.cli.bench.arms import ARMS
+from gradsync.cli.bench.all_reduce_variants import VARIANTS
+from gradsync.cli.bench.bench_config import Setting
 from gradsync.cli.bench.memory_bandwidth import bound_s
-from gradsync.cli.bench.other_work import disturbing
-from gradsync.cli.bench.question import Setting
+from gradsync.cli.bench.other_processes import disturbing
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class BenchResult:
         bandwidth = self.memory_bandwidth
         return None if bandwidth is None else bound_s(cell.nbytes, self.ranks, bandwidth) / cell.time_s
 
-    def rival(self, cell: Cell, arm: str) -> Cell:
+    def counterpart(self, cell: Cell, arm: str) -> Cell:
         """The cell of another arm that was measured in turn with this one."""
         return next(c for c in self.cells if c.arm == arm and (c.nbytes, c.setting) == (cell.nbytes, cell.setting))
 
@@ -95,7 +95,7 @@ class BenchResult:
         low_s, high_s = cell.quartiles_s
         return {
             "arm": cell.arm,
-            "algorithm": ARMS[cell.arm].algorithm,
+            "algorithm": VARIANTS[cell.arm].algorithm,
             "dtype": self.dtype,
             "nbytes": cell.nbytes,
             "cache": cell.cache,
@@ -111,8 +111,8 @@ class BenchResult:
         }
 
 
-def times_faster(cell: Cell, rival: Cell) -> float:
-    """How many times as long the rival takes: the median of ratios within a round.
+def times_faster(cell: Cell, counterpart: Cell) -> float:
+    """How many times as long the other takes: the median of ratios within a round.
 
     Neighbours in time are compared, so what slows the whole machine for a while cancels out.
 
@@ -120,15 +120,15 @@ def times_faster(cell: Cell, rival: Cell) -> float:
     >>> times_faster(fast, slow)
     2.5
     """
-    return median(theirs / own for own, theirs in zip(cell.samples, rival.samples, strict=True))
+    return median(theirs / own for own, theirs in zip(cell.samples, counterpart.samples, strict=True))
 
 
 def read_result(lines: Iterable[str], ranks: int, dtype: str, machine: dict[str, Any]) -> BenchResult:
     """From what rank 0 wrote, line by line."""
-    first, *contests, last = (json.loads(line) for line in lines)
-    cells = tuple(_read_cell(fields) for line in contests for fields in line["cells"])
+    first, *comparisons, last = (json.loads(line) for line in lines)
+    cells = tuple(_read_cell(fields) for line in comparisons for fields in line["cells"])
     # Beside the other facts on which the numbers depend.
-    machine = machine | {"busy_cores_of_others": last["strangers"]}
+    machine = machine | {"busy_cores_of_others": last["busy_cores"]}
     return BenchResult(ranks, dtype, machine, first["memory_bandwidth"], in_order(cells))
 
 

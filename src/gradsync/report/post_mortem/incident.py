@@ -1,4 +1,4 @@
-"""An account of what happened: where, in a paragraph, and what to do about it."""
+"""What happened: where, in a paragraph, and what to do about it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _OF_DDP = {
 
 
 @dataclass(frozen=True)
-class Account:
+class Incident:
     """What happened first; `ranks`, `step`, `bucket` and `parameters` say where."""
 
     kind: str  # a key of ADVICE
@@ -75,17 +75,17 @@ class Account:
     stopped: bool = True  # whether the run ended by it
 
 
-class Scene:
-    """Where something happened; by it an account is written."""
+class IncidentLocation:
+    """Where something happened, and the run from which an `Incident` of that place is made."""
 
     def __init__(self, run: RunTrace, ranks: Sequence[int], step: int | None, bucket: int | None = None) -> None:
         self.run, self.ranks, self.step, self.bucket = run, list(ranks), step, bucket
 
-    def account(self, kind: str, *sentences: str, parameter: str | None = None, stopped: bool = True) -> Account:
+    def incident(self, kind: str, *sentences: str, parameter: str | None = None, stopped: bool = True) -> Incident:
         """Of that kind, in these sentences."""
         names = [parameter] if parameter is not None else self._parameters()
         text = " ".join([*sentences, *_not_here(self.run)])
-        return Account(kind, self.ranks, self.step, self.bucket, names, text, self._advice(kind), stopped)
+        return Incident(kind, self.ranks, self.step, self.bucket, names, text, self._advice(kind), stopped)
 
     def _advice(self, kind: str) -> str:
         """With the processes that it is about, by their pids: of all ranks where nobody says more."""

@@ -28,7 +28,7 @@ _SLEEP_S = 0.02
 _GUARD = gs.Guard(drift="warn", nonfinite="skip", timeout=10, dead_after=5)
 
 
-def play(fault: str, truth: dict[str, Any], folder: str) -> None:
+def run_rank(fault: str, truth: dict[str, Any], folder: str) -> None:
     """Train; `truth` says where the fault strikes. After an error this rank ends as a program that failed."""
     warnings.simplefilter("ignore")  # a guard warns of what it finds; here the trace is what counts
     torch.manual_seed(truth["seed"])

@@ -23,16 +23,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsync.cli.bench.other_work import Strangers
+from gradsync.cli.bench.other_processes import OtherProcesses
 from gradsync.cli.demo.story.corpus import Text, draw, read_library
 from gradsync.cli.demo.story.demo_model import DemoShape, build, loss_of
-from gradsync.cli.demo.story.weight_distance import Gap, flatten, gap, widest
+from gradsync.cli.demo.story.weight_distance import WeightDistance, flatten, gap, widest
 from gradsync.cli.local_ranks import advance
 from gradsync.engine.attach import attach
 from gradsync.engine.handle import GradSync
 
 ONE, ALONE, DDP, GRADSYNC = "one process", "no sync", "DDP", "gradsync"
-ARMS = (ONE, ALONE, DDP, GRADSYNC)
+VARIANTS = (ONE, ALONE, DDP, GRADSYNC)
 
 MAX_RANKS = 16
 _ROUND = 5  # steps of an arm before it is the next one's turn
@@ -42,21 +42,21 @@ _VALIDATION_SEED = 2**40  # no step draws with it
 LEARNING_RATE = 3e-3
 
 
-class DemoLedger(NamedTuple):
+class DemoRecord(NamedTuple):
     """What one rank has to tell; the dicts that only rank 0 can fill are empty elsewhere."""
 
     rounds: dict[str, list[list[float]]]  # seconds of each timed step, by arm and round
     loss_before: float
     losses: dict[str, float]
-    replicas: dict[str, Gap]  # between the ranks, at the end
-    from_ddp: Gap | None  # between gradsync's rank 0 and DDP's
+    replicas: dict[str, WeightDistance]  # between the ranks, at the end
+    from_ddp: WeightDistance | None  # between gradsync's rank 0 and DDP's
     sent: dict[str, float]  # bytes that each rank sends in a step
     waited_s: float  # what gradsync itself counted as waiting, per step
     busy_cores: float = 0.0  # what other processes of the host kept busy meanwhile, on rank 0
 
 
 @dataclass
-class DemoArm:
+class DemoVariant:
     """One way to train, on this rank."""
 
     name: str
@@ -68,40 +68,40 @@ class DemoArm:
     rounds: list[list[float]] = field(default_factory=list)
 
 
-def train(shape: DemoShape, steps: int, folder: str) -> DemoLedger:
+def train(shape: DemoShape, steps: int, folder: str) -> DemoRecord:
     """Run all arms for `steps` steps each; every rank calls it, in a group that exists."""
     text = read_library()
-    arms, sync = _make_arms(shape)
+    arms, sync = _make_variants(shape)
     before = validate(arms[0].plain, text, shape)
-    strangers = Strangers()
+    others = OtherProcesses()
     for number, first in enumerate(range(0, steps, _ROUND)):
         for arm in _in_turn(arms, number):
             dist.barrier()
             _run_round(arm, text, shape, range(first, min(first + _ROUND, steps)), folder)
     dist.barrier()
-    busy_cores = strangers.cores()
-    ledger = _close_books(arms, sync, text, shape, before)
+    busy_cores = others.cores()
+    record = _final_record(arms, sync, text, shape, before)
     sync.detach()
-    return ledger._replace(busy_cores=busy_cores)
+    return record._replace(busy_cores=busy_cores)
 
 
-def _make_arms(shape: DemoShape) -> tuple[list[DemoArm], GradSync]:
+def _make_variants(shape: DemoShape) -> tuple[list[DemoVariant], GradSync]:
     arms = []
-    for name in ARMS:
+    for name in VARIANTS:
         plain = build(shape)
         model = DistributedDataParallel(plain, gradient_as_bucket_view=True) if name == DDP else plain
         optimizer = torch.optim.AdamW(plain.parameters(), lr=LEARNING_RATE)
-        arms.append(DemoArm(name, model, plain, optimizer, trains=name != ONE or dist.get_rank() == 0))
+        arms.append(DemoVariant(name, model, plain, optimizer, trains=name != ONE or dist.get_rank() == 0))
     return arms, attach(arms[-1].plain, arms[-1].optimizer)
 
 
-def _in_turn(arms: list[DemoArm], number: int) -> list[DemoArm]:
+def _in_turn(arms: list[DemoVariant], number: int) -> list[DemoVariant]:
     turn = number % len(arms)
     order = arms[turn:] + arms[:turn]
     return order[::-1] if number % 2 else order
 
 
-def _run_round(arm: DemoArm, text: Text, shape: DemoShape, steps: range, folder: str) -> None:
+def _run_round(arm: DemoVariant, text: Text, shape: DemoShape, steps: range, folder: str) -> None:
     arm.rounds.append([])
     if not arm.trains:
         return
@@ -118,14 +118,14 @@ def _run_round(arm: DemoArm, text: Text, shape: DemoShape, steps: range, folder:
                 advance(folder)
 
 
-def _batch(arm: DemoArm, text: Text, shape: DemoShape, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _batch(arm: DemoVariant, text: Text, shape: DemoShape, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     ranks = range(dist.get_world_size()) if arm.name == ONE else [dist.get_rank()]
-    shares = [share(text, shape, step, rank) for rank in ranks]
-    read, guess = zip(*shares, strict=True)
+    batches = [rank_batch(text, shape, step, rank) for rank in ranks]
+    read, guess = zip(*batches, strict=True)
     return torch.cat(read), torch.cat(guess)
 
 
-def share(text: Text, shape: DemoShape, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def rank_batch(text: Text, shape: DemoShape, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What this rank trains on in this step, the same in every arm."""
     return draw(text.train, shape.batch, shape.context, seed=step * MAX_RANKS + rank)
 
@@ -141,14 +141,14 @@ def _all_threads() -> Iterator[None]:
         torch.set_num_threads(own)
 
 
-def _close_books(arms: list[DemoArm], sync: GradSync, text: Text, shape: DemoShape, before: float) -> DemoLedger:
+def _final_record(arms: list[DemoVariant], sync: GradSync, text: Text, shape: DemoShape, before: float) -> DemoRecord:
     rounds = {arm.name: arm.rounds for arm in arms}
     weights = {arm.name: _gather(flatten(arm.plain.parameters())) for arm in arms if arm.name != ONE}
     if dist.get_rank() != 0:
-        return DemoLedger(rounds, before, {}, {}, None, {}, 0.0)
+        return DemoRecord(rounds, before, {}, {}, None, {}, 0.0)
     stats = sync.stats()
     gradients = sum(p.numel() * p.element_size() for p in arms[0].plain.parameters())
-    return DemoLedger(
+    return DemoRecord(
         rounds,
         before,
         losses={arm.name: validate(arm.plain, text, shape) for arm in arms},

@@ -12,7 +12,7 @@ LINKS = (*RATES, LOOPBACK, MEMORY)
 """Between hosts of one rank each; or all ranks on one host, over TCP or in shared memory."""
 
 
-class Arm(NamedTuple):
+class Variant(NamedTuple):
     """A plan, and how many steps make one sample: a multiple of the pace's period."""
 
     name: str
@@ -23,18 +23,18 @@ class Arm(NamedTuple):
 
 
 CONTROL = "no sync"
-ARMS = (
-    Arm(CONTROL, None),
-    Arm("exact", gs.Plan()),
-    Arm("bf16", gs.Plan(compress=gs.bf16())),
-    Arm("int8", gs.Plan(compress=gs.int8())),
-    Arm("powersgd", gs.Plan(compress=gs.powersgd(4))),
-    Arm("accumulate", gs.Plan(pace=gs.accumulate(4)), 8, 8, apart=True),
-    Arm("diloco", gs.Plan(pace=gs.diloco(8)), 8, 8, apart=True),
+VARIANTS = (
+    Variant(CONTROL, None),
+    Variant("exact", gs.Plan()),
+    Variant("bf16", gs.Plan(compress=gs.bf16())),
+    Variant("int8", gs.Plan(compress=gs.int8())),
+    Variant("powersgd", gs.Plan(compress=gs.powersgd(4))),
+    Variant("accumulate", gs.Plan(pace=gs.accumulate(4)), 8, 8, apart=True),
+    Variant("diloco", gs.Plan(pace=gs.diloco(8)), 8, 8, apart=True),
 )
 
 
-def plan_of(arm: Arm, link: str) -> gs.Plan | None:
+def plan_of(arm: Variant, link: str) -> gs.Plan | None:
     """On loopback gloo's own all-reduce is asked for: the default would be shared memory."""
     plan = arm.plan
     return plan if plan is None or link != LOOPBACK else gs.Plan(gs.native(), plan.compress, plan.pace)

@@ -27,7 +27,7 @@ class Ended(NamedTuple):
     output: str
 
 
-class Member:
+class RankProcess:
     """One rank's process, in a group of its own with whatever it starts."""
 
     def __init__(self, rank: int, host: int, start: Start) -> None:
@@ -106,7 +106,7 @@ def launch(command: Sequence[str], env: dict[str, str], fds: Sequence[int]) -> S
     return start
 
 
-def follow(members: Sequence[Member], timeout: float, grace: float, echo: Echo | None) -> str | None:
+def follow(members: Sequence[RankProcess], timeout: float, grace: float, echo: Echo | None) -> str | None:
     """Until all have ended; None, or why it was not waited for longer. Then they are still to be closed."""
     start = time.monotonic()
     failed = False
@@ -123,7 +123,7 @@ def follow(members: Sequence[Member], timeout: float, grace: float, echo: Echo |
     return None
 
 
-def _ask_for_stacks(members: Sequence[Member], echo: Echo | None) -> None:
+def _ask_for_stacks(members: Sequence[RankProcess], echo: Echo | None) -> None:
     """A Python rank, by PYTHONFAULTHANDLER, answers SIGABRT with what each thread is at; others just end."""
     for member in members:
         member.signal(signal.SIGABRT)
@@ -136,7 +136,7 @@ def _ask_for_stacks(members: Sequence[Member], echo: Echo | None) -> None:
         _update(pending, None, echo)
 
 
-def _update(members: Sequence[Member], timeout: float | None, echo: Echo | None) -> None:
+def _update(members: Sequence[RankProcess], timeout: float | None, echo: Echo | None) -> None:
     ready = set(select.select([handle for member in members for handle in member.handles()], [], [], timeout)[0])
     for member in members:
         if ready.intersection(member.handles()):
