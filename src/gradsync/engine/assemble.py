@@ -102,7 +102,7 @@ def check_pace(plan: Plan, guard: Guard, optimizers: Sequence[Optimizer]) -> Non
     """Refuse what the pace cannot work with."""
     if isinstance(plan.pace, EveryStep | Accumulate):
         return
-    name = paces.canonical(plan.pace)["kind"]
+    name = paces.kind_of(plan.pace)
     if not optimizers:
         raise ValueError(
             f"{name} acts after the optimizer's steps: pass the optimizer, gs.attach(model, optimizer, plan)"
@@ -142,6 +142,9 @@ def open_pace(plan: Plan, site: Site, parent: dist.ProcessGroup, scaler: GradSca
             return AsyncSGDPace(plan.pace, site, parent, _timeout(site.guard, parent))
         case paces.Gossip():
             return GossipPace(plan.pace, site, parent, _timeout(site.guard, parent) + NET_S)
+        case paces.OwnPace():
+            opened: Pace = plan.pace.open(site)
+            return opened
     raise AssertionError(f"no pace is known for {plan.pace!r}")
 
 

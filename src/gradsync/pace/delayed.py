@@ -239,7 +239,7 @@ class DelayedPace(Pace):
         return SavedPace(shared, {})
 
     def load(self, saved: SavedPace) -> None:
-        self.settle()  # a journey that ends later would leave its residual here
+        self.settle()  # rounds that end later would leave its residual here
         self._averages.clear()
         self._flat_set.register()
         self._clear_owed()

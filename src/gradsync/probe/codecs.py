@@ -11,11 +11,11 @@ import torch
 from gradsync.cluster import CodecSpeed
 from gradsync.compress.cast import bf16, fp16
 from gradsync.compress.integers import int4, int8
+from gradsync.compress.param import Param
 from gradsync.compress.powersgd import powersgd
 from gradsync.compress.randomk import randomk
 from gradsync.compress.recipe import Compressor
 from gradsync.compress.sign import sign
-from gradsync.compress.toml import canonical
 from gradsync.compress.topk import topk
 from gradsync.exchange.bucket_route import Lap, RoutedBucket, laps_of
 from gradsync.exchange.flat import FlatBucket, Form, Item, lay_out
@@ -43,17 +43,18 @@ class _Alone:
 
 def codec_speeds(crew: Crew) -> tuple[CodecSpeed, ...]:
     """Seconds per byte of gradient of every compressor, while all ranks are at it; all get the same."""
-    return tuple(_speed(crew, compressor) for compressor in _COMPRESSORS)
+    return tuple(codec_speed(crew, compressor) for compressor in _COMPRESSORS)
 
 
-def _speed(crew: Crew, compressor: Compressor) -> CodecSpeed:
+def codec_speed(crew: Crew, compressor: Compressor) -> CodecSpeed:
     """By the byte from a few large parameters, by the parameter from many small ones of unlike shapes."""
     nbytes = 4 * _NUM_LARGE * math.prod(_LARGE)
-    stages = [seconds / nbytes for seconds in _bucket_s(crew, compressor, [_LARGE] * _NUM_LARGE)]
+    codec = compressor.choose(Param("weight", _LARGE)).codec
+    assert codec is not None
+    laps = [seconds / nbytes for seconds in _bucket_s(crew, compressor, [_LARGE] * _NUM_LARGE)]
     whole_s = sum(_bucket_s(crew, compressor, list(_SMALL)))
-    item_s = (whole_s - sum(stages) * 4 * sum(map(math.prod, _SMALL))) / len(_SMALL)
-    kind = str(canonical(compressor)["kind"])
-    return CodecSpeed(kind, stages[0], stages[-1], sum(stages[1:-1]), max(0.0, item_s))
+    item_s = (whole_s - sum(laps) * 4 * sum(map(math.prod, _SMALL))) / len(_SMALL)
+    return CodecSpeed(codec.name, laps[0], laps[-1], sum(laps[1:-1]), max(0.0, item_s))
 
 
 def _bucket_s(crew: Crew, compressor: Compressor, shapes: list[tuple[int, int]]) -> list[float]:
