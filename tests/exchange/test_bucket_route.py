@@ -10,7 +10,7 @@ import torch
 import gradsync as gs
 from gradsync.compress.recipe import EXACT, Compressor
 from gradsync.compress.rounds import BucketForm, across, exact
-from gradsync.exchange.bucket_route import BucketRoute, RoutedBucket, laps_of
+from gradsync.exchange.bucket_route import BucketRoute, RoutedBucket, prepared_rounds
 from gradsync.exchange.flat import FlatBucket, Form, Item, lay_out
 from gradsync.exchange.pinned import Staged
 from gradsync.transport.pending import Promise
@@ -111,7 +111,7 @@ def test_copies_stand_between_what_is_computed_and_its_rounds(case: str) -> None
     bucket = NotedBucket(flat_bucket, members, torch.device("cpu"))
     bucket.notes = notes
     assert flat_bucket.choice.codec is not None
-    for what, computing, stage in laps_of(flat_bucket.choice.codec.rounds(bucket), rank=0):
+    for what, computing, stage in prepared_rounds(flat_bucket.choice.codec.rounds(bucket), rank=0):
         for run in computing:
             before = len(notes)
             run(0)

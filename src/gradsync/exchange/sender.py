@@ -148,7 +148,7 @@ class Sender:
         rounds = route.go(step)
         if route is not self._routes.get(flat_bucket.index):
             return self._send(flat_bucket, rounds, flat_bucket.nbytes, step)
-        flat_bucket.leave()
+        flat_bucket.begin_step()
         self.tally.of(flat_bucket.choice.label).sent(
             step, route.way, flat_bucket.raw_nbytes, flat_bucket.payload_nbytes, route.sent_nbytes
         )
@@ -161,7 +161,7 @@ class Sender:
         if self._compress is not None:
             self._pipeline.flush()
 
-    def wire(self, flat_buckets: list[FlatBucket] | None = None) -> tuple[int, str]:
+    def traffic(self, flat_buckets: list[FlatBucket] | None = None) -> tuple[int, str]:
         """The bytes that this rank sends over a network for these buckets, or all; and by which algorithms or ways."""
         step, asked = self._lane.step, self.flat_buckets if flat_buckets is None else flat_buckets
         routes = [self._route_in(flat_bucket, step) for flat_bucket in asked]

@@ -92,7 +92,7 @@ def _record(site: Site, pending_mean: PendingMean) -> None:
     spans = [(pending.launched_at, pending.finished_at) for pending in in_flight if pending.finished_at]
     nbytes, sent = (
         sum(pending.nbytes for pending in in_flight),
-        site.sender.wire(pending_mean.flat_part.flat_buckets)[0],
+        site.sender.traffic(pending_mean.flat_part.flat_buckets)[0],
     )
     site.recorder.finish_step(pending_mean.number, spans, nbytes, len(in_flight), None, sent)
 

@@ -17,7 +17,7 @@ from gradsync.compress.randomk import randomk
 from gradsync.compress.recipe import Compressor
 from gradsync.compress.sign import sign
 from gradsync.compress.topk import topk
-from gradsync.exchange.bucket_route import Lap, RoutedBucket, laps_of
+from gradsync.exchange.bucket_route import PreparedRound, RoutedBucket, prepared_rounds
 from gradsync.exchange.flat import FlatBucket, Form, Item, lay_out
 from gradsync.probe.probe_group import Crew
 
@@ -51,14 +51,14 @@ def codec_speed(crew: Crew, compressor: Compressor) -> CodecSpeed:
     nbytes = 4 * _NUM_LARGE * math.prod(_LARGE)
     codec = compressor.choose(Param("weight", _LARGE)).codec
     assert codec is not None
-    laps = [seconds / nbytes for seconds in _bucket_s(crew, compressor, [_LARGE] * _NUM_LARGE)]
+    parts = [seconds / nbytes for seconds in _bucket_s(crew, compressor, [_LARGE] * _NUM_LARGE)]
     whole_s = sum(_bucket_s(crew, compressor, list(_SMALL)))
-    item_s = (whole_s - sum(laps) * 4 * sum(map(math.prod, _SMALL))) / len(_SMALL)
-    return CodecSpeed(codec.name, laps[0], laps[-1], sum(laps[1:-1]), max(0.0, item_s))
+    item_s = (whole_s - sum(parts) * 4 * sum(map(math.prod, _SMALL))) / len(_SMALL)
+    return CodecSpeed(codec.name, parts[0], parts[-1], sum(parts[1:-1]), max(0.0, item_s))
 
 
 def _bucket_s(crew: Crew, compressor: Compressor, shapes: list[tuple[int, int]]) -> list[float]:
-    """Seconds of each lap of a bucket of such parameters; all ranks get the same."""
+    """Seconds before, between and after the rounds of a bucket of such parameters; all ranks get the same."""
     weights = [torch.empty(shape, dtype=torch.float32, device=crew.device) for shape in shapes]
     items, form = lay_out([Item.like(f"weight {i}", weight) for i, weight in enumerate(weights)], align_nbytes=1)
     choice = compressor.choose(items[0].param)
@@ -68,22 +68,22 @@ def _bucket_s(crew: Crew, compressor: Compressor, shapes: list[tuple[int, int]])
     gradient = torch.randn(form.numel, generator=generator, dtype=torch.float32, device="cpu").to(crew.device)
     flat_bucket = FlatBucket(0, gradient.clone(), items, choice)
     flat_bucket.begin_keeping()
-    laps = laps_of(choice.codec.rounds(RoutedBucket(flat_bucket, _Alone(), crew.wire)), rank=0)
+    prepared = prepared_rounds(choice.codec.rounds(RoutedBucket(flat_bucket, _Alone(), crew.wire)), rank=0)
     steps: list[list[float]] = []
     crew.meet()
     for step in range(3 if crew.brief else 8):
         flat_bucket.flat.copy_(gradient)
-        steps.append([_lap_s(crew, lap, step) for lap in laps])
-    mine = [median(lap) for lap in zip(*steps[1:], strict=True)]  # the first one is never like the others
+        steps.append([_computing_s(crew, each, step) for each in prepared])
+    mine = [median(each) for each in zip(*steps[1:], strict=True)]  # the first one is never like the others
     return [median(each) for each in zip(*crew.tell(mine), strict=True)]
 
 
-def _lap_s(crew: Crew, lap: Lap, step: int) -> float:
+def _computing_s(crew: Crew, prepared: PreparedRound, step: int) -> float:
     """Seconds before the first round, between two, or after the last; of a core, where it is one that works."""
     clock = time.thread_time if crew.device.type == "cpu" else time.perf_counter
     crew.settle()
     begun = clock()
-    for run in lap.computing:
+    for run in prepared.computing:
         run(step)
     crew.settle()
     return clock() - begun
