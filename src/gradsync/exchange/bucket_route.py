@@ -42,17 +42,14 @@ class RoutedBucket(Bucket):
 
     def __init__(self, flat_bucket: FlatBucket, members: Members, sent_from: torch.device) -> None:
         """`sent_from`: where payloads travel. Every rank of the group makes it at once."""
-        self._flat_bucket, self._members, self._sent_from = flat_bucket, members, sent_from
+        self._members, self._sent_from = members, sent_from
         self.size, self.rank, self.in_memory = members.size, members.rank, members.in_memory
         self.params = [item.param for item in flat_bucket.items]
         self.spans = [item.span for item in flat_bucket.items]
-        self.flat, self.device, self.factors = flat_bucket.flat, flat_bucket.flat.device, flat_bucket.factors
+        self.flat, self.device = flat_bucket.flat, flat_bucket.flat.device
+        self.residual, self.factors = flat_bucket.residual, flat_bucket.factors
         self.numel, self.dtype = flat_bucket.flat.numel(), flat_bucket.flat.dtype
         self.whole = Staged(flat_bucket.nbytes, flat_bucket.flat, flat_bucket.flat)
-
-    @property
-    def residual(self) -> torch.Tensor | None:
-        return self._flat_bucket.residual
 
     def numbers(self, numel: int, dtype: torch.dtype) -> Payload:
         memory = self._members.for_sums(Form(numel, dtype, self._sent_from))
@@ -119,21 +116,29 @@ class BucketRoute:
         self.way = sent[0][0]  # for people: "gather", "two_phase", or the algorithm that adds payloads up
         self.sent_nbytes = sum((nbytes for _, nbytes in sent), 0.0)  # by this rank over a network, in a step
         launches = [_launch(each.round, flat_bucket.index, participants, within_hosts) for each in prepared]
-        self._rounds = [(what, run, launch) for (what, run, _), launch in zip(prepared, launches, strict=True)]
+        self._rounds = [
+            (what, _as_one(runs), launch) for (what, runs, _), launch in zip(prepared, launches, strict=True)
+        ]
 
     def go(self, step: int) -> PendingRounds:
         """Begin the rounds of one step, one after the other; at the end the bucket holds the sum over the ranks."""
-        flat_bucket = self._flat_bucket
-        for what, computing, launch in self._rounds:
+        flat_bucket, tally = self._flat_bucket, self._tally
+        for what, run, launch in self._rounds:
             if what:
-                with self._tally.timing(what, flat_bucket.flat.device, flat_bucket.spans):
-                    for run in computing:
-                        run(step)
-            else:
-                for run in computing:
+                with tally.timing(what, flat_bucket.flat.device, flat_bucket.spans):
                     run(step)
+            else:
+                run(step)
             if launch is not None:
                 yield launch()
+
+
+def _as_one(runs: list[Callable[[int], object]]) -> Callable[[int], object]:
+    def run_all(step: int) -> None:
+        for run in runs:
+            run(step)
+
+    return runs[0] if len(runs) == 1 else run_all
 
 
 def _sent(stage: object, who: Participants) -> tuple[str, float]:
