@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
@@ -109,6 +110,21 @@ def make(where: str, build: Callable[..., T], **fields: Any) -> T:
         return build(**fields)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{where}: {error}") from None
+
+
+def is_comparable(value: object) -> bool:
+    """Whether ranks can compare a recipe: a frozen dataclass, by the name of its class and its fields."""
+    made = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return made and bool(type(value).__dataclass_params__.frozen)  # type: ignore[attr-defined]
+
+
+def kinds(table: object) -> Iterator[str]:
+    """Every `kind` in a table and in the tables inside it."""
+    if isinstance(table, Mapping):
+        yield from (value for key, value in table.items() if key == "kind" and isinstance(value, str))
+    if isinstance(table, Mapping | list | tuple):
+        for item in table.values() if isinstance(table, Mapping) else table:
+            yield from kinds(item)
 
 
 def _short(value: object) -> str:

@@ -14,7 +14,7 @@ import gradsync as gs
 from gradsync.compress.param import Param
 from gradsync.compress.recipe import Codec, Compressor
 from gradsync.compress.rounds import Absent, BucketForm, Compute, Gather, Payload, Sum, Trade, absences
-from gradsync.exchange.bucket_route import RoutedBucket, laps_of
+from gradsync.exchange.bucket_route import RoutedBucket, prepared_rounds
 from gradsync.exchange.flat import FlatBucket, Form, Item, lay_out
 
 SHAPES = ((64, 48), (64, 48), (128, 33))
@@ -65,9 +65,9 @@ def test_a_planner_reads_the_rounds_that_are_run(compressor: Compressor, size: i
 
 @leaves
 def test_what_is_computed_is_before_between_and_after_the_rounds(compressor: Compressor) -> None:
-    laps = laps_of(codec_of(compressor).rounds(BucketForm([Param("weight", SHAPES[0])], 3)), rank=0)
-    assert [lap.what for lap in laps] == ["encode_s"] * (len(laps) - 1) + ["decode_s"]
-    assert all(lap.computing for lap in laps)
+    prepared = prepared_rounds(codec_of(compressor).rounds(BucketForm([Param("weight", SHAPES[0])], 3)), rank=0)
+    assert [each.what for each in prepared] == ["encode_s"] * (len(prepared) - 1) + ["decode_s"]
+    assert all(each.computing for each in prepared)
 
 
 @leaves

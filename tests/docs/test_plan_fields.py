@@ -11,7 +11,7 @@ from doc_pages import blocks, read
 
 import gradsync as gs
 from gradsync.plan.paces import KINDS
-from gradsync.plan.sync_plan import _ALGORITHMS
+from gradsync.plan.sync_plan import ALGORITHMS
 
 PAGE = read("docs/plan.md")
 COMPRESSORS = ("bf16", "fp16", "int8", "int4", "sign", "topk", "randomk", "powersgd")
@@ -24,7 +24,7 @@ def test_every_field_has_a_row_and_a_section() -> None:
         assert f"## `{field.name}`" in PAGE, field.name
 
 
-@pytest.mark.parametrize("name", [*KINDS, *_ALGORITHMS, *COMPRESSORS, *WRAPPERS])
+@pytest.mark.parametrize("name", [*KINDS, *ALGORITHMS, *COMPRESSORS, *WRAPPERS])
 def test_every_recipe_is_shown_with_its_arguments(name: str) -> None:
     start = PAGE.index(f"`gs.{name}(")
     shown = PAGE[start : PAGE.index(")`", start)]

@@ -9,7 +9,7 @@ from gradsync.algorithms.builtin import Native, SharedMemory
 from gradsync.algorithms.halving_doubling import HalvingDoubling
 from gradsync.algorithms.hierarchical import Hierarchical
 from gradsync.algorithms.ring import Ring
-from gradsync.algorithms.schedule import Round, Schedule
+from gradsync.algorithms.schedule import Recipe, Round, Schedule
 from gradsync.algorithms.tree import Tree
 from gradsync.cluster import Cluster, Link
 
@@ -70,7 +70,7 @@ def _round_s(transfers: Round, chunk_nbytes: float, cluster: Cluster, host_of: d
     return slowest + max(num_adds.values(), default=0) * chunk_nbytes * cluster.reduce_s_per_byte
 
 
-Algorithm = Native | Ring | Tree | HalvingDoubling | Hierarchical | SharedMemory
+Algorithm = Native | SharedMemory | Recipe  # ring, tree, halving-doubling, hierarchical; and whoever makes another
 
 # Between hosts, until somebody measures: 10 Gbit/s Ethernet with TCP.
 DEFAULT_ACROSS = Link(latency_s=100e-6, bandwidth=1.1e9)

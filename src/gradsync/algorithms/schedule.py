@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise, zip_longest
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +77,15 @@ class Schedule:
         return sum(t.src == rank for transfers in self.rounds for t in transfers) / self.num_chunks
 
 
+@runtime_checkable
 class Recipe(Protocol):
     """What makes a schedule for any ranks; frozen data, so that plans compare across ranks."""
 
     def schedule(self, hosts: int | Sequence[Sequence[int]]) -> Schedule:
         """The rounds for these hosts, or for this number of ranks on one host."""
         ...
+
+    def __hash__(self) -> int: ...
 
 
 def chunk_bounds(numel: int, num_chunks: int) -> tuple[tuple[int, int], ...]:

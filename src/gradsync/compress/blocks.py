@@ -90,43 +90,45 @@ class BlockCodec(Codec, ABC):
 
 def _gather(codec: BlockCodec, bucket: Bucket) -> Rounds:
     """Everybody's payload to everybody."""
-    claimed, rank = sum(map(codec.nbytes, bucket.params)), bucket.rank
+    code, claimed, rank = codec.code(), sum(map(codec.nbytes, bucket.params)), bucket.rank
     table = bucket.prepare(lambda: partition(codec, bucket.spans, 1, bucket.device).whole)
     rows = bucket.rows(bucket.size, lambda: table.nbytes, claimed)
+    mine = bucket.prepare(lambda: rows.near[rank])
 
     def encode_mine(step: int) -> None:
-        mode = Mode.NONE if bucket.residual is None else Mode.FEEDBACK
-        encode(codec.code(), bucket.flat, bucket.residual, table, rows.near[rank], mode, codec.key(step, 2 * rank))
+        residual = bucket.residual
+        mode = Mode.NONE if residual is None else Mode.FEEDBACK
+        encode(code, bucket.flat, residual, table, mine, mode, codec.key(step, 2 * rank))
 
     yield Compute(encode_mine, encode=1)
     yield Gather(rows)
-    yield Compute(lambda step: decode(codec.code(), rows.near, table, bucket.flat), decode=bucket.size)
+    yield Compute(lambda step: decode(code, rows.near, table, bucket.flat), decode=bucket.size)
 
 
 def _two_phases(codec: BlockCodec, bucket: Bucket) -> Rounds:
     """Everybody's payload to who answers for it, and sums back."""
-    claimed, rank, size = sum(map(codec.nbytes, bucket.params)), bucket.rank, bucket.size
+    code, claimed, rank, size = codec.code(), sum(map(codec.nbytes, bucket.params)), bucket.rank, bucket.size
     parts = bucket.prepare(lambda: partition(codec, bucket.spans, size, bucket.device))
     # Our payload, by who answers for it; and our part of everybody's, later the sums of all parts.
     mine = bucket.rows(size, lambda: parts.part_nbytes, claimed)
     theirs = bucket.rows(size, lambda: parts.part_nbytes, claimed / size)
 
     def encode_mine(step: int) -> None:
-        mode = Mode.NONE if bucket.residual is None else Mode.FEEDBACK
-        key = codec.key(step, 2 * rank)
-        encode(codec.code(), bucket.flat, bucket.residual, parts.whole, mine.near.view(-1), mode, key)
+        residual = bucket.residual
+        mode = Mode.NONE if residual is None else Mode.FEEDBACK
+        encode(code, bucket.flat, residual, parts.whole, mine.near.view(-1), mode, codec.key(step, 2 * rank))
 
     def add_up(step: int) -> None:
-        code, part = codec.code(), parts.parts[rank]
-        decode(code, theirs.near, part, bucket.flat)
-        mode = Mode.NONE if bucket.residual is None else Mode.ABSORB
-        encode(code, bucket.flat, bucket.residual, part, theirs.near[rank], mode, codec.key(step, 2 * rank + 1))
+        flat, residual, rows, part = bucket.flat, bucket.residual, theirs.near, parts.parts[rank]
+        decode(code, rows, part, flat)
+        mode = Mode.NONE if residual is None else Mode.ABSORB
+        encode(code, flat, residual, part, rows[rank], mode, codec.key(step, 2 * rank + 1))
 
     yield Compute(encode_mine, encode=1)
     yield Trade(theirs, mine)
     yield Compute(add_up, encode=1 / size, decode=1)
     yield Gather(theirs)
-    yield Compute(lambda step: decode(codec.code(), theirs.near.view(1, -1), parts.whole, bucket.flat), decode=1)
+    yield Compute(lambda step: decode(code, theirs.near.view(1, -1), parts.whole, bucket.flat), decode=1)
 
 
 class Parts(NamedTuple):

@@ -117,25 +117,25 @@ class _Factoring:
     """A bucket of matrices, and its payloads."""
 
     def __init__(self, codec: PowerSGD, bucket: Bucket, p: Payload, q: Payload) -> None:
-        self._codec, self._bucket, self._p, self._q = codec, bucket, p, q
+        self._codec, self._factors = codec, bucket.factors
         # Without feedback the sum of gradient and nothing is made in the same place.
         self._scratch = torch.zeros_like(bucket.flat, dtype=torch.float32) if bucket.residual is None else None
-        self._batches = list(self._make_batches())
+        self._batches = list(self._make_batches(bucket, p.near, q.near))
         self._before: list[torch.Tensor] = []  # of the step under way: Q of the last one,
         self._own: list[torch.Tensor] = []  # and this rank's part of the new one
 
-    def _make_batches(self) -> Iterator[_Batch]:
+    def _make_batches(self, bucket: Bucket, all_p: torch.Tensor, all_q: torch.Tensor) -> Iterator[_Batch]:
         p_at, q_at, rank = 0, 0, self._codec.rank
-        residual = self._bucket.residual if self._scratch is None else self._scratch
+        residual = bucket.residual if self._scratch is None else self._scratch
         assert residual is not None
-        placed = list(zip(self._bucket.params, self._bucket.spans, strict=True))
+        placed = list(zip(bucket.params, bucket.spans, strict=True))
         for (rows, cols), group in groupby(placed, lambda each: matrix(each[0].shape)):
             for params, start in _side_by_side(list(group), rows * cols):
                 count = len(params)
-                p = self._p.near[p_at : p_at + count * rows * rank].view(count, rows, rank)
-                q = self._q.near[q_at : q_at + count * cols * rank].view(count, cols, rank)
+                p = all_p[p_at : p_at + count * rows * rank].view(count, rows, rank)
+                q = all_q[q_at : q_at + count * cols * rank].view(count, cols, rank)
                 here = slice(start, start + count * rows * cols)
-                grad, left = (flat[here].view(count, rows, cols) for flat in (self._bucket.flat, residual))
+                grad, left = (flat[here].view(count, rows, cols) for flat in (bucket.flat, residual))
                 first = torch.stack([self._codec.start(param) for param in params]).to(grad.device)
                 yield _Batch(params, grad, left, p, q, first)
                 p_at, q_at = p_at + p.numel(), q_at + q.numel()
@@ -143,17 +143,17 @@ class _Factoring:
     def project(self) -> None:
         if self._scratch is not None:
             self._scratch.zero_()
-        factors = self._bucket.factors
-        self._before = [torch.stack([factors[param.name] for param in batch.params]) for batch in self._batches]
-        for batch, q in zip(self._batches, self._before, strict=True):
+        factors, batches = self._factors, self._batches
+        self._before = before = [torch.stack([factors[param.name] for param in batch.params]) for batch in batches]
+        for batch, q in zip(batches, before, strict=True):
             batch.p.copy_(project(batch.grad, batch.residual, q))
 
     def project_back(self) -> None:
-        self._own = []
+        self._own = own = []
         for batch in self._batches:
             orthogonalize(batch.p)
-            self._own.append(project_back(batch.residual, batch.p))
-            batch.q.copy_(self._own[-1])
+            own.append(project_back(batch.residual, batch.p))
+            batch.q.copy_(own[-1])
 
     def restore(self) -> None:
         for batch, q_own, q_before in zip(self._batches, self._own, self._before, strict=True):
@@ -169,7 +169,7 @@ class _Factoring:
         sound = batch.q.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
         found = torch.where((batch.q == 0).all(-2, keepdim=True), batch.start, batch.q)
         for param, q in zip(batch.params, torch.where(sound, found, before), strict=True):
-            self._bucket.factors[param.name] = q
+            self._factors[param.name] = q
 
 
 def _side_by_side(placed: list[tuple[Param, Span]], numel: int) -> Iterator[tuple[list[Param], int]]:

@@ -90,13 +90,13 @@ class _Sampling:
     """A bucket and its payload."""
 
     def __init__(self, bucket: Bucket, strata: Strata, payload: Payload) -> None:
-        self._bucket, self._strata, self._payload = bucket, strata, payload
+        self._flat, self._residual, self._payload, self._strata = bucket.flat, bucket.residual, payload.near, strata
         self._places = strata.begin  # those drawn in the step under way
         # Without feedback an element stands for all of its stratum.
         self._weight = strata.length.to(torch.float32) if bucket.residual is None else None
 
     def encode(self, step: int) -> None:
-        flat, residual, payload = self._bucket.flat, self._bucket.residual, self._payload.near
+        flat, residual, payload = self._flat, self._residual, self._payload
         self._places = places = self._strata.indices(step)
         if residual is not None:
             residual += flat
@@ -110,9 +110,9 @@ class _Sampling:
             residual.masked_fill_(spoiled, 0)
 
     def decode(self) -> None:
-        flat = self._bucket.flat
+        flat = self._flat
         flat.zero_()
-        flat.index_copy_(0, self._places, self._payload.near.to(flat.dtype))
+        flat.index_copy_(0, self._places, self._payload.to(flat.dtype))
 
 
 def randomk(density: float, seed: int = 0, feedback: bool = True) -> Compressor:

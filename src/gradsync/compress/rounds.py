@@ -98,11 +98,7 @@ class Bucket(ABC):
     device: torch.device
     spans: Sequence[Span]
     factors: dict[str, torch.Tensor]  # what the codec keeps by parameter; see `Codec.start`
-
-    @property
-    def residual(self) -> torch.Tensor | None:
-        """What was not sent yet: fp32, laid out as `flat`. None: what is lost is lost."""
-        return None
+    residual: torch.Tensor | None = None  # what was not sent yet: fp32, laid out as `flat`; None: what is lost is lost
 
     @abstractmethod
     def numbers(self, numel: int, dtype: torch.dtype) -> Payload:

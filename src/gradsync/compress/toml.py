@@ -2,7 +2,8 @@
 
     {"kind": "warmup", "steps": 100, "inner": {"kind": "int8", "block": 256, …, "feedback": True}}
 
-Fields are the arguments of the factory of that name, so that a file can leave out what has a default.
+Fields are the arguments of the factory of that name, so that a file can leave out what has a default. A recipe from
+outside of this package, a frozen dataclass, goes by the name of its class: ranks compare it, and no file can hold it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from inspect import signature
 from typing import Any, TypeVar
 
+from gradsync import tables
 from gradsync.compress.by_parameter import ByParameter, Rule, by_parameter, rule
 from gradsync.compress.cast import Bf16, Fp16, bf16, fp16
 from gradsync.compress.integers import Int4, Int8, int4, int8
@@ -41,7 +43,7 @@ _WITH_FEEDBACK: _Makers = {  # their factories take it as an argument
     "powersgd": (PowerSGD, powersgd),
 }
 MAKERS: _Makers = {**_PLAIN, **_WITH_FEEDBACK}
-_EXACT = "exact"  # for None, which has no place in TOML
+EXACTLY = "exact"  # for None, which has no place in TOML
 _MAX_DEPTH = 64  # a file may hold anything: ours to end before the interpreter does
 
 
@@ -52,12 +54,12 @@ def canonical(compressor: object) -> dict[str, Any]:
     {'kind': 'topk', 'density': 0.01, 'block': 1024, 'feedback': True}
     """
     if compressor is None:
-        return {"kind": _EXACT}
+        return {"kind": EXACTLY}
     codec = compressor.inner if isinstance(compressor, ErrorFeedback) else compressor
     kind = _kind_of(codec, _WITH_FEEDBACK)
     if kind is not None:
         return {"kind": kind, **_fields_of(codec), "feedback": codec is not compressor}
-    kind = _kind_of(compressor, _PLAIN)
+    kind = _kind_of(compressor, _PLAIN) or (type(compressor).__name__ if tables.is_comparable(compressor) else None)
     if kind is None:
         raise TypeError(
             f"compress: {compressor!r} is none of {', '.join(MAKERS)}, and others cannot be compared between ranks"
@@ -73,7 +75,7 @@ def from_canonical(table: object, where: str = "compress") -> Compressor | None:
     """
     if where.count(".") > _MAX_DEPTH:
         raise ValueError(f"compress: recipes stand in each other at most {_MAX_DEPTH} deep, got [{where}]")
-    kinds = [*MAKERS, _EXACT]
+    kinds = [*MAKERS, EXACTLY]
     if not isinstance(table, dict) or table.get("kind") not in kinds:
         raise ValueError(
             f"[{where}] needs a kind, one of {', '.join(kinds)}, got {table!r}; "
@@ -85,7 +87,7 @@ def from_canonical(table: object, where: str = "compress") -> Compressor | None:
             arguments[name] = from_canonical(arguments[name], f"{where}.{name}")
     if "rules" in arguments:
         arguments["rules"] = _rules_from(arguments["rules"], f"{where}.rules")
-    if kind == _EXACT:
+    if kind == EXACTLY:
         return _call(lambda: None, kind, arguments, where)
     return _call(MAKERS[kind][1], kind, arguments, where)
 
@@ -98,7 +100,7 @@ def _rules_from(tables: object, where: str) -> list[Rule]:
 
 def _rule_from(table: object, where: str) -> Rule:
     if not isinstance(table, dict) or "compress" not in table:
-        raise ValueError(f'[[{where}]] needs a compress table with a kind ("{_EXACT}" for none), got {table!r}')
+        raise ValueError(f'[[{where}]] needs a compress table with a kind ("{EXACTLY}" for none), got {table!r}')
     arguments = {**table, "compress": from_canonical(table["compress"], f"{where}.compress")}
     return _call(rule, "rule", arguments, where)
 

@@ -95,7 +95,7 @@ def check_pace(plan: Plan, guard: Guard, optimizers: Sequence[Optimizer]) -> Non
     """Refuse what the pace cannot work with."""
     if isinstance(plan.pace, EveryStep | Accumulate):
         return
-    name = paces.canonical(plan.pace)["kind"]
+    name = paces.kind_of(plan.pace)
     if not optimizers:
         raise ValueError(
             f"{name} acts after the optimizer's steps: pass the optimizer, gs.attach(model, optimizer, plan)"
@@ -136,6 +136,9 @@ def open_pace(plan: Plan, context: PaceContext, parent: dist.ProcessGroup, scale
             return AsyncSGDPace(plan.pace, context, parent, _timeout(context.guard, parent))
         case paces.Gossip():
             return GossipPace(plan.pace, context, parent, _timeout(context.guard, parent) + NET_S)
+        case paces.OwnPace():
+            opened: Pace = plan.pace.open(context)
+            return opened
     raise AssertionError(f"no pace is known for {plan.pace!r}")
 
 

@@ -247,7 +247,7 @@ class GradSync:
     def stats(self) -> dict[str, float | int | str | None]:
         """What the last steps cost: medians, as a flat dict; docs/stats.md explains each key."""
         stats = self._steps.recorder.stats()
-        sent_nbytes, stats["algorithm"] = self._synchronization.sender.wire() if stats["nbytes"] else (0, None)
+        sent_nbytes, stats["algorithm"] = self._synchronization.sender.traffic() if stats["nbytes"] else (0, None)
         if self._steps.pace.engine_averages:
             stats["sent_nbytes"] = sent_nbytes
         stats["predicted_step_s"] = None if self._controller is None else self._controller.predicted_s

@@ -1,7 +1,7 @@
 """A bucket's route: the rounds that its compressor yields (see `compress.rounds`), with memory and real ranks.
 
-    stages    Compute ───── Gather ───── Compute ───── Sum ───── Compute          read once, when the route is made
-    laps      │ encode, down │ launch     │ up, add up, down │ launch │ up, decode │    run in every step
+    yielded      Compute       Trade    Compute            Gather   Compute        read once, when the route is made
+    in a step    encode, down  launch   up, add up, down   launch   up, decode     oldest bucket first: see `pipeline`
 
 Before a round its payload goes to where it travels (`down`), after it back to where the bucket is (`up`): copies for
 a GPU on gloo, nothing elsewhere.
@@ -42,17 +42,14 @@ class RoutedBucket(Bucket):
 
     def __init__(self, flat_bucket: FlatBucket, members: Members, sent_from: torch.device) -> None:
         """`sent_from`: where payloads travel. Every rank of the group makes it at once."""
-        self._flat_bucket, self._members, self._sent_from = flat_bucket, members, sent_from
+        self._members, self._sent_from = members, sent_from
         self.size, self.rank, self.in_memory = members.size, members.rank, members.in_memory
         self.params = [item.param for item in flat_bucket.items]
         self.spans = [item.span for item in flat_bucket.items]
-        self.flat, self.device, self.factors = flat_bucket.flat, flat_bucket.flat.device, flat_bucket.factors
+        self.flat, self.device = flat_bucket.flat, flat_bucket.flat.device
+        self.residual, self.factors = flat_bucket.residual, flat_bucket.factors
         self.numel, self.dtype = flat_bucket.flat.numel(), flat_bucket.flat.dtype
         self.whole = Staged(flat_bucket.nbytes, flat_bucket.flat, flat_bucket.flat)
-
-    @property
-    def residual(self) -> torch.Tensor | None:
-        return self._flat_bucket.residual
 
     def numbers(self, numel: int, dtype: torch.dtype) -> Payload:
         memory = self._members.for_sums(Form(numel, dtype, self._sent_from))
@@ -66,30 +63,30 @@ class RoutedBucket(Bucket):
         return make()
 
 
-class Lap(NamedTuple):
-    """What is computed at once, and the round that follows."""
+class PreparedRound(NamedTuple):
+    """A round, and what is computed before it."""
 
     what: str  # as its seconds are counted
     computing: list[Callable[[int], object]]  # told the step
-    round: Sum | Gather | Trade | SumInside | Absent | None  # None: the last lap has none
+    round: Sum | Gather | Trade | SumInside | Absent | None  # None: what is computed after the last one
 
 
-def laps_of(rounds: Rounds, rank: int) -> list[Lap]:
-    """The stages of a step, by what leaves at once."""
-    laps, what, computing = [], "", list[Callable[[int], object]]()
+def prepared_rounds(rounds: Rounds, rank: int) -> list[PreparedRound]:
+    """What a codec yields, round by round, with the copies that are needed."""
+    prepared, what, computing = [], "", list[Callable[[int], object]]()
     for stage in rounds:
         if isinstance(stage, Compute):
             what = what or stage.what
             computing.append(stage.run)
             continue
         before, after = _copies(stage, rank)
-        laps.append(Lap(what, computing + before, stage))
+        prepared.append(PreparedRound(what, computing + before, stage))
         what, computing = "", after
-    return [*laps, Lap(what, computing, None)]
+    return [*prepared, PreparedRound(what, computing, None)]
 
 
 def _copies(stage: object, rank: int) -> tuple[list[Callable[[int], object]], list[Callable[[int], object]]]:
-    """Those before a round and after it."""
+    """The copies before a round, and those after it."""
     match stage:
         case Sum(Staged() as payload) if payload.apart:
             return [lambda step: payload.down()], [lambda step: payload.up()]
@@ -114,26 +111,34 @@ class BucketRoute:
         """`within_hosts` where rounds ask for it. Every rank of the group makes it at once."""
         self._flat_bucket = flat_bucket
         self._tally = CodecTally() if tally is None else tally
-        laps = laps_of(rounds, participants.rank)
-        sent = [_sent(lap.round, participants) for lap in laps]
+        prepared = prepared_rounds(rounds, participants.rank)
+        sent = [_sent(each.round, participants) for each in prepared]
         self.way = sent[0][0]  # for people: "gather", "two_phase", or the algorithm that adds payloads up
         self.sent_nbytes = sum((nbytes for _, nbytes in sent), 0.0)  # by this rank over a network, in a step
-        launches = (_launch(lap.round, flat_bucket.index, participants, within_hosts) for lap in laps)
-        self._laps = [(lap.what, lap.computing, launch) for lap, launch in zip(laps, launches, strict=True)]
+        launches = [_launch(each.round, flat_bucket.index, participants, within_hosts) for each in prepared]
+        self._rounds = [
+            (what, _as_one(runs), launch) for (what, runs, _), launch in zip(prepared, launches, strict=True)
+        ]
 
     def go(self, step: int) -> PendingRounds:
         """Begin the rounds of one step, one after the other; at the end the bucket holds the sum over the ranks."""
-        flat_bucket = self._flat_bucket
-        for what, computing, launch in self._laps:
+        flat_bucket, tally = self._flat_bucket, self._tally
+        for what, run, launch in self._rounds:
             if what:
-                with self._tally.timing(what, flat_bucket.flat.device, flat_bucket.spans):
-                    for run in computing:
-                        run(step)
-            else:
-                for run in computing:
+                with tally.timing(what, flat_bucket.flat.device, flat_bucket.spans):
                     run(step)
+            else:
+                run(step)
             if launch is not None:
                 yield launch()
+
+
+def _as_one(runs: list[Callable[[int], object]]) -> Callable[[int], object]:
+    def run_all(step: int) -> None:
+        for run in runs:
+            run(step)
+
+    return runs[0] if len(runs) == 1 else run_all
 
 
 def _sent(stage: object, who: Participants) -> tuple[str, float]:

@@ -188,7 +188,7 @@ class FlatBucket:
         """Keep what another one keeps; None: nothing yet."""
         self.residual, self.factors = (None, {}) if other is None else (other.residual, other.factors)
 
-    def leave(self) -> None:
+    def begin_step(self) -> None:
         """A step's rounds begin."""
         self.spans = []
 

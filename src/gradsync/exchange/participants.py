@@ -71,7 +71,7 @@ class AllRanks:
         return self._exact.launch(flat, bucket)
 
     def sum_share(self, form: Form) -> float:
-        return self._exact.route(form).wire_share
+        return self._exact.route(form).sent_share
 
     def sum_way(self, form: Form) -> str:
         return self._exact.route(form).name

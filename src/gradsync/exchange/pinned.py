@@ -82,7 +82,7 @@ class PinnedRoute:
     def __init__(self, lane: Lane, inner: HostRoute, device: torch.device) -> None:
         """Every rank of the group makes it at once."""
         self.name = inner.name
-        self.wire_share = inner.wire_share
+        self.sent_share = inner.sent_share
         self._lane = lane
         self._inner = inner
         self._slots = _pinned_slots(lane)

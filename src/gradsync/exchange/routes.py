@@ -40,7 +40,7 @@ class SumRoute(Protocol):
     def name(self) -> str: ...
 
     @property
-    def wire_share(self) -> float:
+    def sent_share(self) -> float:
         """How many of a tensor's bytes this rank sends over a network, as a factor."""
 
     @property
@@ -67,7 +67,7 @@ class NativeRoute:
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
         # What any all-reduce must send at least: rings and NCCL send just that.
-        self.wire_share = 2 * (lane.groups.size - 1) / lane.groups.size
+        self.sent_share = 2 * (lane.groups.size - 1) / lane.groups.size
 
     def launch(self, flat: torch.Tensor, bucket: int) -> Pending:
         channel = self._lane.groups.data[flat.device.type]
@@ -80,7 +80,7 @@ class SharedRoute:
     """One C call per tensor: in place where it lies in the team's memory, else through windows."""
 
     name = "shared_memory"
-    wire_share = 0.0
+    sent_share = 0.0
     sums_in_team_memory = True
 
     def __init__(self, lane: Lane, team: Team) -> None:
@@ -125,7 +125,7 @@ class MessageRoute:
         self.name = _NAME.sub("_", type(recipe).__name__).lower()
         self._lane = lane
         schedule, rank = recipe.schedule(lane.hosts), lane.groups.rank
-        self.wire_share = schedule.share_sent_by(rank)
+        self.sent_share = schedule.share_sent_by(rank)
         self._program = lru_cache(maxsize=64)(lambda numel, itemsize: Program.compile(schedule, rank, numel, itemsize))
 
     def launch(self, flat: torch.Tensor, bucket: int) -> Pending:
@@ -175,7 +175,7 @@ class HierarchicalRoute:
         self._wire = lane.hire()
         levels, rank = Hierarchical().levels(lane.hosts), lane.groups.rank
         schedule = levels.across_schedule()
-        self.wire_share = schedule.share_sent_by(rank)
+        self.sent_share = schedule.share_sent_by(rank)
         blocks = [levels.blocks[member] for member in team.members]
 
         def divide(numel: int, itemsize: int) -> _Division:

@@ -165,7 +165,7 @@ class Sender:
         rounds = bucket_route.go(step)
         if bucket_route is not self._routes.get(flat_bucket.index):
             return self._send(flat_bucket, rounds, flat_bucket.nbytes, step)
-        flat_bucket.leave()
+        flat_bucket.begin_step()
         self.tally.codec(flat_bucket.choice.label).sent(
             step, bucket_route.way, flat_bucket.raw_nbytes, flat_bucket.payload_nbytes, bucket_route.sent_nbytes
         )
@@ -178,7 +178,7 @@ class Sender:
         if self.goes_in_rounds:
             self._pipeline.flush()
 
-    def wire(self, flat_buckets: list[FlatBucket] | None = None) -> tuple[int, str]:
+    def traffic(self, flat_buckets: list[FlatBucket] | None = None) -> tuple[int, str]:
         """The bytes that this rank sends over a network for these buckets, or all; and by which algorithms or ways."""
         step, asked = self._lane.step, self.flat_buckets if flat_buckets is None else flat_buckets
         routes = [self._route_in(flat_bucket, step) for flat_bucket in asked]

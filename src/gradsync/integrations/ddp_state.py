@@ -151,7 +151,7 @@ class DDPState:
     def stats(self) -> dict[str, float | int | str | None]:
         """What the last steps cost: medians, as a flat dict; docs/stats.md explains each key."""
         stats = self._recorder.stats()
-        stats["sent_nbytes"], stats["algorithm"] = self._sender.wire() if stats["nbytes"] else (0, None)
+        stats["sent_nbytes"], stats["algorithm"] = self._sender.traffic() if stats["nbytes"] else (0, None)
         return stats | self._sender.tally.stats()
 
     def residuals(self) -> dict[str, torch.Tensor]:

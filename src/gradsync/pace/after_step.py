@@ -32,6 +32,7 @@ class AfterStep(Pace):
 
     def before_forward(self) -> None:
         if self._due:
+            self._due.clear()
             self._act()
 
     def before_backward(self) -> None:
@@ -48,4 +49,5 @@ class AfterStep(Pace):
 
     def after_step(self, optimizer: Optimizer) -> None:
         if self._due.done_by(optimizer):
+            self._due.clear()
             self._act()

@@ -81,7 +81,7 @@ def wait_mean(context: PaceContext, pending_mean: PendingMean, with_buffers: boo
         lane.wait(each)
     if with_buffers:
         context.buffers.finish(lane)
-    sent_nbytes, _ = context.sender.wire(pending_mean.flat_part.flat_buckets)
+    sent_nbytes, _ = context.sender.traffic(pending_mean.flat_part.flat_buckets)
     context.recorder.finish(pending_mean.number, pending_mean.in_flight, sent_nbytes=sent_nbytes)
     lane.at(Phase.COMPUTING)
     return headers

@@ -284,7 +284,7 @@ class DelayedPace(Pace):
         return SavedPace(shared, {})
 
     def load(self, saved: SavedPace) -> None:
-        self.settle()  # an exchange that ends later would leave its residual here
+        self.settle()  # rounds that end later would leave its residual here
         self._averages.clear()
         self._flat_set.register()
         self._clear_missed_step()

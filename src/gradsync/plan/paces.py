@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 Topology = Literal["ring", "exponential"]
 StalenessScale = Literal["1/staleness"]
@@ -129,7 +129,19 @@ class Gossip:
             raise ValueError(f'gossip: topology must be "ring" or "exponential", got {self.topology!r}')
 
 
-Pace = EveryStep | Accumulate | LocalSGD | DiLoCo | Delayed | AsyncSGD | Gossip
+@runtime_checkable
+class OwnPace(Protocol):
+    """A pace from outside of this package: a frozen dataclass that knows how to begin."""
+
+    @property
+    def steps(self) -> int:
+        """From one exchange of parameters to the next: what a planner spreads its price over."""
+
+    def open(self, site: Any) -> Any:
+        """The pace at work, a `pace.contract.Pace`, on a `pace.contract.Site`; every rank calls this at once."""
+
+
+Pace = EveryStep | Accumulate | LocalSGD | DiLoCo | Delayed | AsyncSGD | Gossip | OwnPace
 
 # The names under which they stand in a TOML file: `[pace] kind = "accumulate"`.
 KINDS: dict[str, type] = {
@@ -249,8 +261,13 @@ def canonical(pace: Pace) -> dict[str, Any]:
     >>> canonical(async_sgd(2))
     {'kind': 'async_sgd', 'max_staleness': 2}
     """
-    kind = next(name for name, cls in KINDS.items() if isinstance(pace, cls))
-    return {"kind": kind, **{key: value for key, value in dataclasses.asdict(pace).items() if value is not None}}
+    fields: dict[str, Any] = dataclasses.asdict(pace)  # type: ignore[arg-type]
+    return {"kind": kind_of(pace), **{key: value for key, value in fields.items() if value is not None}}
+
+
+def kind_of(pace: Pace) -> str:
+    """Its name in a file; of one from outside, the name of its class."""
+    return next((name for name, cls in KINDS.items() if isinstance(pace, cls)), type(pace).__name__)
 
 
 def from_canonical(kind: str, arguments: dict[str, Any]) -> Pace:

@@ -19,14 +19,14 @@ from gradsync.algorithms.tree import Tree
 from gradsync.compress import toml
 from gradsync.compress.recipe import Compressor, check_compressor
 from gradsync.plan import paces
-from gradsync.plan.paces import KINDS, AsyncSGD, DiLoCo, Gossip, LocalSGD, Pace, every_step
+from gradsync.plan.paces import KINDS, AsyncSGD, DiLoCo, Gossip, LocalSGD, OwnPace, Pace, every_step
 
 Overlap = Literal["none", "backward"]
 Combine = Literal["mean", "sum"]
 
 
 # The names under which algorithms stand in a TOML file: `[algorithm] kind = "ring"`.
-_ALGORITHMS: dict[str, type] = {
+ALGORITHMS: dict[str, type] = {
     "native": Native,
     "ring": Ring,
     "tree": Tree,
@@ -69,7 +69,7 @@ class Plan:
     def __post_init__(self) -> None:
         check_algorithm(self.algorithm)
         check_compress(self.compress)
-        if not isinstance(self.pace, Pace):
+        if not _is_pace(self.pace):
             names = ", ".join(f"gs.{name}(...)" for name in KINDS)
             raise TypeError(f"pace must be one of {names}, got {self.pace!r}{_meant_pace(self.pace)}")
         if self.overlap not in get_args(Overlap):
@@ -98,8 +98,8 @@ class Plan:
 
     def _check_combination(self) -> None:
         """Refuse what makes no sense together."""
-        name = next(name for name, kind in KINDS.items() if isinstance(self.pace, kind))
-        averages_parameters = isinstance(self.pace, LocalSGD | DiLoCo | Gossip)
+        name = paces.kind_of(self.pace)
+        averages_parameters = isinstance(self.pace, LocalSGD | DiLoCo | Gossip | OwnPace)
         if self.combine == "sum" and (averages_parameters or isinstance(self.pace, AsyncSGD)):
             raise ValueError(f'combine="sum" adds gradients up, but {name} keeps parameters: use combine="mean"')
         if isinstance(self.pace, AsyncSGD | Gossip):
@@ -118,7 +118,7 @@ class Plan:
             "combine": self.combine,
         }
         if self.algorithm is not None:
-            table["algorithm"] = _recipe(self.algorithm, _ALGORITHMS)
+            table["algorithm"] = _recipe(self.algorithm, ALGORITHMS)
         if self.compress is not None:
             table["compress"] = toml.canonical(self.compress)
         if self.bucket_bytes is not None:
@@ -129,7 +129,14 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as TOML."""
-        tables.write(path, "A gradsync plan: gs.attach(model, opt, gs.Plan.load(path))", self.canonical())
+        table = self.canonical()
+        known = (*KINDS, *ALGORITHMS, *toml.MAKERS, toml.EXACTLY)
+        if outside := sorted(set(tables.kinds(table)) - set(known)):
+            raise ValueError(
+                f"{' and '.join(outside)} in this plan is from outside of gradsync, and no file can make it again; "
+                "keep the plan in Python"
+            )
+        tables.write(path, "A gradsync plan: gs.attach(model, opt, gs.Plan.load(path))", table)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -145,7 +152,7 @@ class Plan:
         """
         table = dict(tables.check_fields(where, "plan", table, [f.name for f in dataclasses.fields(cls)]))
         if "algorithm" in table:
-            table["algorithm"] = _from_recipe(where, "algorithm", table["algorithm"], _ALGORITHMS, _make_algorithm)
+            table["algorithm"] = _from_recipe(where, "algorithm", table["algorithm"], ALGORITHMS, _make_algorithm)
         if "pace" in table:
             table["pace"] = _from_recipe(where, "pace", table["pace"], KINDS, paces.from_canonical)
         try:
@@ -165,9 +172,9 @@ def not_a_plan(value: object) -> str:
     hint = ""
     if isinstance(value, Compressor):
         hint = " (did you mean gs.Plan(compress=...)?)"
-    elif isinstance(value, Algorithm):
+    elif isinstance(value, Algorithm) and not isinstance(value, type):
         hint = " (did you mean gs.Plan(algorithm=...)?)"
-    elif isinstance(value, Pace):
+    elif _is_pace(value):
         hint = " (did you mean gs.Plan(pace=...)?)"
     elif isinstance(value, str | PathLike):
         hint = f" (did you mean gs.Plan.load({str(value)!r})?)"
@@ -191,10 +198,10 @@ def _meant_pace(value: object) -> str:
 
 def check_algorithm(algorithm: object) -> None:
     """Refuse what is none."""
-    if algorithm is not None and not isinstance(algorithm, Algorithm):
-        names = ", ".join(f"gs.{name}()" for name in _ALGORITHMS)
+    if algorithm is not None and not (isinstance(algorithm, Algorithm) and tables.is_comparable(algorithm)):
+        names = ", ".join(f"gs.{name}()" for name in ALGORITHMS)
         meant = algorithm if isinstance(algorithm, str) else getattr(algorithm, "__name__", None)
-        hint = f" (did you mean gs.{meant}()?)" if isinstance(meant, str) and meant in _ALGORITHMS else ""
+        hint = f" (did you mean gs.{meant}()?)" if isinstance(meant, str) and meant in ALGORITHMS else ""
         raise TypeError(f"algorithm must be None or one of {names}, got {algorithm!r}{hint}")
 
 
@@ -205,13 +212,17 @@ def check_compress(compress: object) -> None:
         toml.canonical(compress)
 
 
+def _is_pace(value: object) -> bool:
+    return isinstance(value, Pace) and tables.is_comparable(value)
+
+
 def _recipe(value: Any, kinds: dict[str, type]) -> dict[str, Any]:
-    kind = next(name for name, cls in kinds.items() if isinstance(value, cls))
+    kind = next((name for name, cls in kinds.items() if isinstance(value, cls)), type(value).__name__)
     return {"kind": kind, **dataclasses.asdict(value)}
 
 
 def _make_algorithm(kind: str, arguments: dict[str, Any]) -> Algorithm:
-    made: Algorithm = _ALGORITHMS[kind](**arguments)
+    made: Algorithm = ALGORITHMS[kind](**arguments)
     return made
 
 

@@ -15,6 +15,7 @@ from gradsync.algorithms.halving_doubling import HalvingDoubling
 from gradsync.algorithms.hierarchical import Hierarchical
 from gradsync.algorithms.price import Algorithm, price
 from gradsync.algorithms.ring import Ring
+from gradsync.algorithms.schedule import Recipe
 from gradsync.algorithms.tree import Tree
 from gradsync.cluster import Cluster, Link
 from gradsync.planner import nccl
@@ -97,10 +98,10 @@ class Collectives:
             return CollectiveCost(self._ring_s(nbytes) + cluster.device.call_s, ring_nbytes, self._load())
         return self._scheduled(algorithm, nbytes)
 
-    def _scheduled(self, algorithm: Ring | Tree | HalvingDoubling, nbytes: float) -> CollectiveCost:
+    def _scheduled(self, algorithm: Recipe, nbytes: float) -> CollectiveCost:
         """One that we run round by round, with Python in each."""
         n = self.size
-        if n <= _MOST_RANKS_TO_WALK:
+        if n <= _MOST_RANKS_TO_WALK or not isinstance(algorithm, Ring | Tree | HalvingDoubling):
             schedule = algorithm.schedule(self.cluster.hosts)
             seconds, rounds = price(schedule, nbytes, self.cluster), len(schedule.rounds)
             sent = max(schedule.share_sent_by(rank) for rank in (0, n // 2)) * nbytes

@@ -11,7 +11,7 @@ from statistics import NormalDist
 from gradsync.cluster import Cluster, Device
 from gradsync.compress.param import Param
 from gradsync.compress.recipe import EXACT, Choice, Compressor
-from gradsync.plan.paces import Accumulate, AsyncSGD, Delayed, DiLoCo, EveryStep, Gossip, LocalSGD
+from gradsync.plan.paces import Accumulate, AsyncSGD, Delayed, DiLoCo, EveryStep, Gossip, LocalSGD, OwnPace
 from gradsync.plan.packing import default_limit, pack
 from gradsync.plan.sync_plan import Plan
 from gradsync.planner.collective import Collectives
@@ -167,8 +167,9 @@ def _simulate_pace(
         spans = simulate(work, waiting, header, device.cores, overlap=True)
         return _Period(end_s(spans), whole, 1.0, n, pace.k + 1, tuple(spans))
     alone = simulate(Compute(0.0, 0.0, 0.0), buckets, header, device.cores, overlap=False)
-    if isinstance(pace, LocalSGD):
-        return _Period(whole + end_s(alone) / pace.k, whole, 1 / pace.k, n, pace.k, tuple(alone))
+    if isinstance(pace, LocalSGD | OwnPace):
+        k = pace.k if isinstance(pace, LocalSGD) else pace.steps
+        return _Period(whole + end_s(alone) / k, whole, 1 / k, n, k, tuple(alone))
     if isinstance(pace, DiLoCo):
         # Each fragment is hidden behind `delay` inner steps; what does not fit there is waited for.
         exposed = max(0.0, end_s(alone) / pace.fragments - pace.delay * whole) * pace.fragments

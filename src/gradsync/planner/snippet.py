@@ -10,7 +10,7 @@ from gradsync.algorithms.tree import tree
 from gradsync.compress.by_parameter import rule
 from gradsync.compress.toml import MAKERS
 from gradsync.plan import paces
-from gradsync.plan.sync_plan import Plan
+from gradsync.plan.sync_plan import ALGORITHMS, Plan
 
 _NESTEROV = "nesterov"
 # The factories that take arguments: what has its default is not said.
@@ -65,6 +65,9 @@ def _source(value: Any) -> str:
         return repr(value)
     if value["kind"] == "exact":
         return "None"
+    if value["kind"] not in (*_FACTORIES, *ALGORITHMS):  # from outside: its class, with all fields
+        fields = [f"{name}={_source(it)}" for name, it in value.items() if name != "kind"]
+        return f"{value['kind']}({', '.join(fields)})"
     return f"gs.{value['kind']}({', '.join(_arguments(value))})"
 
 

@@ -11,13 +11,13 @@ import torch
 from gradsync.cluster import CodecSpeed
 from gradsync.compress.cast import bf16, fp16
 from gradsync.compress.integers import int4, int8
+from gradsync.compress.param import Param
 from gradsync.compress.powersgd import powersgd
 from gradsync.compress.randomk import randomk
 from gradsync.compress.recipe import Compressor
 from gradsync.compress.sign import sign
-from gradsync.compress.toml import canonical
 from gradsync.compress.topk import topk
-from gradsync.exchange.bucket_route import Lap, RoutedBucket, laps_of
+from gradsync.exchange.bucket_route import PreparedRound, RoutedBucket, prepared_rounds
 from gradsync.exchange.flat import FlatBucket, Form, Item, lay_out
 from gradsync.probe.probe_group import ProbeGroup
 
@@ -43,21 +43,22 @@ class _Alone:
 
 def codec_speeds(group: ProbeGroup) -> tuple[CodecSpeed, ...]:
     """Seconds per byte of gradient of every compressor, while all ranks are at it; all get the same."""
-    return tuple(_speed(group, compressor) for compressor in _COMPRESSORS)
+    return tuple(codec_speed(group, compressor) for compressor in _COMPRESSORS)
 
 
-def _speed(group: ProbeGroup, compressor: Compressor) -> CodecSpeed:
+def codec_speed(group: ProbeGroup, compressor: Compressor) -> CodecSpeed:
     """By the byte from a few large parameters, by the parameter from many small ones of unlike shapes."""
     nbytes = 4 * _NUM_LARGE * math.prod(_LARGE)
-    stages = [seconds / nbytes for seconds in _bucket_s(group, compressor, [_LARGE] * _NUM_LARGE)]
+    codec = compressor.choose(Param("weight", _LARGE)).codec
+    assert codec is not None
+    parts = [seconds / nbytes for seconds in _bucket_s(group, compressor, [_LARGE] * _NUM_LARGE)]
     whole_s = sum(_bucket_s(group, compressor, list(_SMALL)))
-    item_s = (whole_s - sum(stages) * 4 * sum(map(math.prod, _SMALL))) / len(_SMALL)
-    kind = str(canonical(compressor)["kind"])
-    return CodecSpeed(kind, stages[0], stages[-1], sum(stages[1:-1]), max(0.0, item_s))
+    item_s = (whole_s - sum(parts) * 4 * sum(map(math.prod, _SMALL))) / len(_SMALL)
+    return CodecSpeed(codec.name, parts[0], parts[-1], sum(parts[1:-1]), max(0.0, item_s))
 
 
 def _bucket_s(group: ProbeGroup, compressor: Compressor, shapes: list[tuple[int, int]]) -> list[float]:
-    """Seconds of each lap of a bucket of such parameters; all ranks get the same."""
+    """Seconds before, between and after the rounds of a bucket of such parameters; all ranks get the same."""
     weights = [torch.empty(shape, dtype=torch.float32, device=group.device) for shape in shapes]
     items, form = lay_out([Item.like(f"weight {i}", weight) for i, weight in enumerate(weights)], align_nbytes=1)
     choice = compressor.choose(items[0].param)
@@ -67,22 +68,22 @@ def _bucket_s(group: ProbeGroup, compressor: Compressor, shapes: list[tuple[int,
     gradient = torch.randn(form.numel, generator=generator, dtype=torch.float32, device="cpu").to(group.device)
     flat_bucket = FlatBucket(0, gradient.clone(), items, choice)
     flat_bucket.begin_keeping()
-    laps = laps_of(choice.codec.rounds(RoutedBucket(flat_bucket, _Alone(), group.wire)), rank=0)
+    prepared = prepared_rounds(choice.codec.rounds(RoutedBucket(flat_bucket, _Alone(), group.wire)), rank=0)
     steps: list[list[float]] = []
     group.meet()
     for step in range(3 if group.brief else 8):
         flat_bucket.flat.copy_(gradient)
-        steps.append([_lap_s(group, lap, step) for lap in laps])
-    mine = [median(lap) for lap in zip(*steps[1:], strict=True)]  # the first one is never like the others
+        steps.append([_computing_s(group, each, step) for each in prepared])
+    mine = [median(each) for each in zip(*steps[1:], strict=True)]  # the first one is never like the others
     return [median(each) for each in zip(*group.tell(mine), strict=True)]
 
 
-def _lap_s(group: ProbeGroup, lap: Lap, step: int) -> float:
+def _computing_s(group: ProbeGroup, prepared: PreparedRound, step: int) -> float:
     """Seconds before the first round, between two, or after the last; of a core, where it is one that works."""
     clock = time.thread_time if group.device.type == "cpu" else time.perf_counter
     group.settle()
     begun = clock()
-    for run in lap.computing:
+    for run in prepared.computing:
         run(step)
     group.settle()
     return clock() - begun

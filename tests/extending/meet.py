@@ -1,0 +1,40 @@
+# A pace from outside of gradsync: each rank steps by itself, and every `steps` steps parameters become their mean.
+from dataclasses import dataclass
+
+import torch
+
+from gradsync.exchange.flat_sets import FlatSet
+from gradsync.pace.after_step import AfterStep
+from gradsync.pace.averages import arrive, depart
+from gradsync.pace.contract import SavedPace, Site
+
+
+@dataclass(frozen=True)
+class Meet:
+    steps: int  # from one mean to the next; a planner reads it too
+
+    def open(self, site: Site) -> "MeetPace":
+        return MeetPace(self, site)
+
+
+class MeetPace(AfterStep):
+    def __init__(self, pace: Meet, site: Site) -> None:
+        super().__init__(site)
+        self._pace, self._flat_set = pace, FlatSet(self._trained.named, site.exact, site.sender, site.indices)
+
+    def _is_time(self) -> bool:
+        return self._clock % self._pace.steps == 0
+
+    @torch.no_grad()
+    def _act(self) -> None:
+        flat_part = self._flat_set.flat_parts[0]
+        torch._foreach_copy_(flat_part.views, torch._foreach_div(self._trained.params, self._site.lane.groups.size))
+        arrive(self._site, self._flat_set, depart(self._site, self._flat_set, flat_part, clock=self._clock))
+        torch._foreach_copy_(self._trained.params, flat_part.views)
+
+    def state(self) -> SavedPace:
+        return SavedPace({"Meet.clock": torch.tensor(self._clock)}, {})
+
+    def load(self, saved: SavedPace) -> None:
+        self._flat_set.register()
+        self._clock = int(saved.shared["Meet.clock"])
