@@ -5,7 +5,7 @@ import torch
 
 from gradsync.exchange.flat_sets import FlatSet
 from gradsync.pace.after_step import AfterStep
-from gradsync.pace.averages import arrive, depart
+from gradsync.pace.averages import finish_mean, launch_mean
 from gradsync.pace.contract import SavedPace, Site
 
 
@@ -29,7 +29,7 @@ class MeetPace(AfterStep):
     def _act(self) -> None:
         flat_part = self._flat_set.flat_parts[0]
         torch._foreach_copy_(flat_part.views, torch._foreach_div(self._trained.params, self._site.lane.groups.size))
-        arrive(self._site, self._flat_set, depart(self._site, self._flat_set, flat_part, clock=self._clock))
+        finish_mean(self._site, self._flat_set, launch_mean(self._site, self._flat_set, flat_part, clock=self._clock))
         torch._foreach_copy_(self._trained.params, flat_part.views)
 
     def state(self) -> SavedPace:

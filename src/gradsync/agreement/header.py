@@ -19,7 +19,6 @@ from typing import NamedTuple
 import torch
 
 from gradsync.errors import JOIN, Disagreement, listed
-from gradsync.transport.heartbeat import Phase
 from gradsync.transport.lane import Lane
 from gradsync.transport.pending import Pending
 
@@ -134,11 +133,9 @@ def pack_header(head: Head, marks: bytearray) -> torch.Tensor:
     return torch.frombuffer(bytearray(_HEAD.pack(*head) + marks), dtype=torch.uint8)
 
 
-def launch_header(lane: Lane, head: Head, marks: bytearray, synchronizes: bool = False) -> tuple[Pending, torch.Tensor]:
+def launch_header(lane: Lane, head: Head, marks: bytearray) -> tuple[Pending, torch.Tensor]:
     """Start the exchange of headers; the rows are valid when the pending is done."""
     row = pack_header(head, marks)
-    if synchronizes:
-        lane.at(Phase.SYNCHRONIZING)
     rows = torch.empty(lane.groups.size, HEAD_NBYTES + len(marks), dtype=torch.uint8, device="cpu")
     return lane.tell_all(row, rows, "the step header"), rows
 

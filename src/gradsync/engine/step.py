@@ -245,9 +245,10 @@ class Synchronization:
         self.scale = self.weighting.scale()
         if self.bucket_order.learned:
             self._launch_rest()
+        self._session.at(Phase.SYNCHRONIZING)
         if self.buffers.any:
             self.buffers.launch(self.lane, source)
-        header, rows = launch_header(self.lane, self._head(micro_batches, flags, num_steps), self.marks, True)
+        header, rows = launch_header(self.lane, self._head(micro_batches, flags, num_steps), self.marks)
         for tell in self.listeners.header_left:
             tell()
 
