@@ -9,10 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import gradsync as gs
 from gradsync.agreement.attach_check import check_forms, check_order, explain, first_difference
 from gradsync.agreement.documents import agree, majority, share
+from gradsync.agreement.header import Head, Headers, pack_header
 
 
 class Table:
@@ -108,9 +110,15 @@ def test_the_first_bucket_that_differs_is_named() -> None:
     assert buckets(["x"], ["x"]) == "the first that differs cannot be told"
 
 
+def launches(*orders: int) -> Headers:
+    """What ranks say in synchronization 6 of the buckets that they launched."""
+    heads = [Head(6, 0, 1.0, 1, -1, 1, 0, bytes(8), order=order) for order in orders]
+    return Headers(torch.stack([pack_header(head, bytearray(1)) for head in heads]))
+
+
 def test_ranks_that_launched_in_other_orders_share_what_they_launched() -> None:
     table = Table(2)
-    orders: Any = SimpleNamespace(heads=[SimpleNamespace(order=1, step=6), SimpleNamespace(order=2, step=6)])
+    orders = launches(1, 2)
     [one, two] = meet(table, lambda lane, rank: check_order(lane, orders, ["bucket"] * (rank + 1)))
     assert one == two
     assert "in synchronization 6: number 1 was nothing on rank 0 but bucket on rank 10;" in one
@@ -119,7 +127,7 @@ def test_ranks_that_launched_in_other_orders_share_what_they_launched() -> None:
 
 def test_ranks_that_launched_in_one_order_send_nothing() -> None:
     table = Table(2)
-    same: Any = SimpleNamespace(heads=[SimpleNamespace(order=5, step=6)] * 2)
+    same = launches(5, 5)
     assert meet(table, lambda lane, rank: check_order(lane, same, ["a"])) == [None, None]
     assert table.exchanges == 0
 

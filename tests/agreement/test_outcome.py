@@ -38,7 +38,7 @@ class Judge:
     def __init__(self, guard: gs.Guard = SKIP) -> None:
         self.log = HealthLog(guard.max_skips)
         self.lines: list[Health] = []
-        self.log.noted = self.lines.append
+        self.log.listen(self.lines.append)
         self.guard = guard
 
     def __call__(self, *heads: Head) -> tuple[Outcome, str]:
@@ -72,7 +72,7 @@ def test_a_batch_that_raised_is_dropped_whatever_else_the_ranks_say() -> None:
 
 def test_the_rank_that_raised_says_what_once() -> None:
     judge = Judge()
-    judge.log.error = "ValueError: a bad batch"
+    judge.log.raised("ValueError: a bad batch")
     judge(raised(Flag.LOADER), raised(Flag.LOADER))
     assert judge.warned == [
         f"{PLACE} the loader raised on ranks 4 and 5 (ValueError: a bad batch): the batch is skipped on every rank"
@@ -92,7 +92,7 @@ def test_too_many_batches_in_a_row_that_raise_end_the_run() -> None:
     judge = Judge()
     for _ in range(TOO_MANY - 1):
         judge(raised(), USUAL)
-    judge.log.error = "ValueError: no"
+    judge.log.raised("ValueError: no")
     with pytest.raises(gs.GradSyncError) as error:
         judge(raised(), USUAL)
     assert str(error.value) == (
@@ -108,6 +108,7 @@ def test_batches_are_in_a_row_only_if_nothing_is_between_them(between: str) -> N
         judge(raised(), USUAL)
         if number == TOO_MANY - 2:
             judge.log.counted() if between == "counts" else judge(bad(0), USUAL)
+    assert "the batch is skipped on every rank" in judge.warned[0]
 
 
 def test_where_nan_is_allowed_the_step_counts() -> None:
