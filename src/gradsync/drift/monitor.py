@@ -48,7 +48,7 @@ class DriftMonitor:
         return self._replica_digests.announce()
 
     def write(self, head: Head) -> Head:
-        """Likewise, into the header itself."""
+        """Put what this rank announces into the header itself."""
         replica_digest, loss_scale = self.announce()
         if head.flags & Flag.SHADOW:
             loss_scale = 0.0  # its scaler stands still, and follows when join() ends
