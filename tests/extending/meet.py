@@ -6,21 +6,21 @@ import torch
 from gradsync.exchange.flat_sets import FlatSet
 from gradsync.pace.after_step import AfterStep
 from gradsync.pace.averages import finish_mean, launch_mean
-from gradsync.pace.contract import SavedPace, Site
+from gradsync.pace.contract import PaceContext, SavedPace
 
 
 @dataclass(frozen=True)
 class Meet:
     steps: int  # from one mean to the next; a planner reads it too
 
-    def open(self, site: Site) -> "MeetPace":
-        return MeetPace(self, site)
+    def open(self, context: PaceContext) -> "MeetPace":
+        return MeetPace(self, context)
 
 
 class MeetPace(AfterStep):
-    def __init__(self, pace: Meet, site: Site) -> None:
-        super().__init__(site)
-        self._pace, self._flat_set = pace, FlatSet(self._trained.named, site.exact, site.sender, site.indices)
+    def __init__(self, pace: Meet, context: PaceContext) -> None:
+        super().__init__(context)
+        self._pace, self._flat_set = pace, FlatSet(self._trained.named, context.exact, context.sender, context.indices)
 
     def _is_time(self) -> bool:
         return self._clock % self._pace.steps == 0
@@ -28,8 +28,10 @@ class MeetPace(AfterStep):
     @torch.no_grad()
     def _act(self) -> None:
         flat_part = self._flat_set.flat_parts[0]
-        torch._foreach_copy_(flat_part.views, torch._foreach_div(self._trained.params, self._site.lane.groups.size))
-        finish_mean(self._site, self._flat_set, launch_mean(self._site, self._flat_set, flat_part, clock=self._clock))
+        torch._foreach_copy_(flat_part.views, torch._foreach_div(self._trained.params, self._context.lane.groups.size))
+        finish_mean(
+            self._context, self._flat_set, launch_mean(self._context, self._flat_set, flat_part, clock=self._clock)
+        )
         torch._foreach_copy_(self._trained.params, flat_part.views)
 
     def state(self) -> SavedPace:

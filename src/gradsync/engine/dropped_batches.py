@@ -136,7 +136,7 @@ class Aborted:
             self._raised.append(raised)
 
     def forward_comes(self, inputs: Iterable[torch.Tensor]) -> None:
-        """A forward begins: see [Tried again] in tried_again.py."""
+        """A forward begins: see [Tried again] in retried_batches.py."""
         now = list(inputs)
         if self._raised and self._raised[-1].flag is Flag.FORWARD:
             last = self._raised[-1]
@@ -184,24 +184,24 @@ class Aborted:
             synchronization.micro.set_weight(weight, self._steps.pace.micro_batches, synchronization.backwards)
 
     def put_right_before_forward(self) -> None:
-        """The same before the next batch, which must not add to a gradient that the loop has left behind."""
+        """Put right what raised, before a batch that must not add to a gradient that the loop has left behind."""
         self.put_right()
         if self._left_behind:
             self._left_behind = False
             self._steps.clear_gradients()
 
     def put_right_before(self, optimizer: Optimizer) -> None:
-        """The same before its step, for which a batch of the loader is missed only if no backward came."""
+        """Put right what raised, before a step that misses a batch of the loader only if no backward came."""
         self.put_right(loader=self._steps.unsynchronized > 0 or self._steps.step_counts.missed(optimizer))
         self._left_behind = False
 
     def put_right_before_saving(self) -> None:
-        """The same before a checkpoint, where a batch of the loader may still be ahead of those that were computed."""
+        """Put right what raised, before a checkpoint, where the loader may be a batch ahead of what was computed."""
         missed = [each.turn == self._turn for each in self._raised if each.flag is Flag.LOADER]
         self.put_right(loader=any(missed[:1]))
 
     def put_right_as_mate(self) -> None:
-        """The same before another model waits, unless this is about to be tried again."""
+        """Put right what raised, before another model waits, unless this is about to be tried again."""
         if not (self._forward_raised and any(raised.number in handled() for raised in self._raised)):
             self.put_right()
 
@@ -221,7 +221,7 @@ class Aborted:
             self._raised = deque(each for each in self._raised if each.flag is not Flag.FORWARD)
 
     def begins_aside(self) -> bool:
-        """Whether the backward that begins comes to nothing: see [A backward tried again] in tried_again.py."""
+        """Whether the backward that begins comes to nothing: see [A backward tried again] in retried_batches.py."""
         if not self.retries.under_way:
             return False
         entries = self._steps.synchronization.entries

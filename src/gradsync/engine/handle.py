@@ -192,7 +192,7 @@ class GradSync:
             self._steps.drift_monitor.made_equal()
 
     def data(self, batches: Iterable[T]) -> Iterator[T]:
-        """The same batches; where the loader raises, all ranks drop that batch, and the next one may be asked for.
+        """The loader's batches; where it raises, all ranks drop that batch, and the next one may be asked for.
 
         With a trace, the time that each takes to come is known exactly as the step's input.
 

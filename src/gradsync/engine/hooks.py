@@ -383,7 +383,7 @@ class LateHooks:
         self._first_at = time.perf_counter()
 
     def ends(self) -> None:
-        """Of a backward whose gradients could travel while it computes."""
+        """A backward has ended whose gradients could travel while it computes."""
         if self._begun_at is None or self._in_a_row >= _IN_A_ROW:
             return
         now = time.perf_counter()

@@ -67,7 +67,7 @@ class Moments(TypedDict, total=False):
 
 
 class Listeners:
-    """Those of one synchronization after the other."""
+    """The listeners of one synchronization after the other."""
 
     def __init__(self) -> None:
         self.border: list[Callable[[], None]] = []

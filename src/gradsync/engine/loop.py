@@ -191,7 +191,7 @@ class Steps(RankCalls):
         self.aborted.backward_begun(self.backward.accumulates)
 
     def _first_arrival(self) -> bool:
-        """Also a second gradient of one parameter in one backward, unless that is another one; False: it counts not."""
+        """A first gradient of a backward, or a second one of a parameter, has come; False if it does not count."""
         with self._lock:
             if self.backward is None or self.backward.raised:
                 self._begin_late()
@@ -301,7 +301,7 @@ class Steps(RankCalls):
                 hear(counts)
 
     def run_user_hooks(self) -> None:
-        """Of parameters whose gradient has been brought."""
+        """Run the user's hooks of parameters whose gradient has been brought."""
         if self.user_hooks.by_parameter:
             self.user_hooks.deliver()
 

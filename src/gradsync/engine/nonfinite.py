@@ -103,7 +103,7 @@ class SameDataCheck:
 
 
 def digest_of(entries: list[Entry]) -> bytes:
-    """Of the local gradients, to see whether two ranks had the same; zeros if there is none."""
+    """The digest of the local gradients, to see whether two ranks had the same; zeros if there is none."""
     sums = []
     for entry in entries:
         grad = entry.param.grad

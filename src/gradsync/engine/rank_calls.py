@@ -61,7 +61,7 @@ class RankCalls(ABC):
 
     @abstractmethod
     def run_user_hooks(self) -> None:
-        """Of parameters whose gradient has been brought."""
+        """Run the user's hooks of parameters whose gradient has been brought."""
 
     def install(self, engine: Engine) -> None:
         """Work with this one from now on; nothing of a synchronization exists yet."""

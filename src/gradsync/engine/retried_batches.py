@@ -139,7 +139,7 @@ def is_again(last: Seen, before: Seen, now: Iterable[torch.Tensor]) -> bool:
 
 
 def is_part(last: Seen, before: Seen, now: Iterable[torch.Tensor]) -> bool:
-    """The same, where inputs that tell nothing tell nothing."""
+    """Whether these inputs are part of the last ones, where inputs that tell nothing tell nothing."""
     return any(_overlap(place, _places(last)) for place in _telling([_place(tensor) for tensor in now], before))
 
 

@@ -85,7 +85,7 @@ def side_by_side(waits: list[tuple[Wait, Then]]) -> None:
 
 
 class _Turn:
-    """One of them, on a thread of its own if it `starts`; keeps what it raised."""
+    """One model's wait, on a thread of its own if it `starts`; keeps what it raised."""
 
     def __init__(self, wait: Wait, starts: bool = True) -> None:
         self.error: Exception | None = None

@@ -258,7 +258,7 @@ def _flight(path: Path) -> Flight | None:
 
 
 def _folder_of(members: Sequence[int]) -> str:
-    """Of ranks that train apart from the others.
+    """The folder of ranks that train apart from the others.
 
     >>> _folder_of([2, 3, 4]), _folder_of([1]), _folder_of([0, 2])
     ('ranks-2-to-4', 'ranks-1', 'ranks-0-2')

@@ -96,7 +96,7 @@ class ParameterHooks(OrderedDict[int, Hook]):
 
 
 class UserHooks:
-    """Those of one model."""
+    """The user's hooks on one model's parameters."""
 
     def __init__(self, entries: Sequence[Entry], ran: Callable[[], None], check: Callable[[str], None]) -> None:
         """`ran` is told when they have been called; `check` raises where one of that parameter cannot be served."""
@@ -117,7 +117,7 @@ class UserHooks:
             hooks.added()
 
     def take_over_optimizers(self) -> None:
-        """Likewise what torch's `_apply_optimizer_in_backward` hung on the graph; to be called before each backward."""
+        """Take over what torch's `_apply_optimizer_in_backward` hung on the graph; called before each backward."""
         for entry, handles in optimizers_in_backward(self._entries):
             while handles:
                 handles.pop().remove()

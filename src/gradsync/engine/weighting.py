@@ -75,7 +75,7 @@ class Weighting:
         self.unit, self.weight = other.unit, other.weight
 
     def continue_at(self, unit: float, state: tuple[float, ...] | None) -> None:
-        """Likewise from a state that was saved."""
+        """Take the weight from a state that was saved."""
         self.unit = unit
         self.load(state)
 

@@ -36,7 +36,7 @@ class Stage(NamedTuple):
 
 @lru_cache(maxsize=1 << 16)
 def payload_nbytes(codec: Codec, param: Param) -> int:
-    """Of one parameter; remembered, since a planner asks many times."""
+    """The payload of one parameter; remembered, since a planner asks many times."""
     return codec.nbytes(param)
 
 

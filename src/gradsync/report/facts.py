@@ -122,7 +122,7 @@ def _of_steps(overhead: Overhead, said: RankStats) -> dict[str, Value]:
 def tell(
     run: RunTrace, numbers: dict[str, Value], overhead: Overhead | None, blame: Sequence[Blame], since_choice: bool
 ) -> list[Fact]:
-    """The same for people, the most telling first; what is not known is left out.
+    """The facts for people, the most telling first; what is not known is left out.
 
     `since_choice`: of the steps with the plan that `gs.auto()` chose last.
     """

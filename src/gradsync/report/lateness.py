@@ -82,7 +82,7 @@ def own_parts(step: StepLine) -> dict[str, float]:
 
 
 def handing_over_s(step: StepLine) -> float:
-    """Of what is in no phase, the part between backward and the wait: gradients are packed, and handed over.
+    """The time between backward and the wait, which is in no phase: gradients are packed, and handed over.
 
     >>> from gradsync.trace.lines import StepPart
     >>> handing_over_s(StepLine(1, 0.0, 9.0, [StepPart("backward", 2, 6), StepPart("wait", 7.5, 9)]))

@@ -99,7 +99,7 @@ def find_slow_links(
 
 
 def _comparable(run: RunTrace, other: LinkUse, link: LinkUse) -> bool:
-    """The other was busy for long, or carried no less in a short time; and is no faster by nature, inside of a host."""
+    """Whether the other was busy for long, or carried no less in a short time, and is no faster inside of a host."""
     fair = _inside(run, link) or not _inside(run, other)
     return fair and (other.busy_s >= _FEWEST_S or other.nbytes >= link.nbytes / 2)
 

@@ -30,7 +30,7 @@ class TypicalStep(NamedTuple):
 
 
 def typical_step(table: Table) -> TypicalStep | None:
-    """Of the last 200 steps that count; None if there is none."""
+    """The usual step of the last 200 that count; None if there is none."""
     lengths = _lengths(table)
     if not lengths:
         return None
@@ -71,7 +71,7 @@ def _in_the_middle(detailed: Mapping[int, float], lengths: Mapping[int, float], 
 
 
 def _nearest(lengths: Mapping[int, float], middle_s: float) -> int | None:
-    """Of equally near ones the latest."""
+    """The nearest step; the latest of equally near ones."""
     return min(lengths, key=lambda step: (abs(lengths[step] - middle_s), -step), default=None)
 
 

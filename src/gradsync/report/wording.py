@@ -112,7 +112,7 @@ def show_share(share: float) -> str:
 
 
 def points(share: float) -> str:
-    """The same without its sign, for parts of a percentage.
+    """A share in percent without the sign, for parts of a percentage.
 
     >>> points(0.142), points(0.0142)
     ('14', '1.4')

@@ -87,7 +87,7 @@ def relevant(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def num_nodes(env: Mapping[str, str]) -> int:
-    """Of hosts, as far as the launcher says; 0 if it does not.
+    """How many hosts there are, as far as the launcher says; 0 if it does not.
 
     >>> num_nodes({"GROUP_WORLD_SIZE": "2"}), num_nodes({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}), num_nodes({})
     (2, 2, 0)

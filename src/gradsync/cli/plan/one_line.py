@@ -74,7 +74,7 @@ def offers(answer: Answer) -> tuple[Prediction, ...]:
 
 
 def _gentlest(found: Sequence[Prediction]) -> Prediction | None:
-    """Of those that take about as long as the fastest."""
+    """The plan that changes least, of those that take about as long as the fastest."""
     fastest_s = min((it.step_s for it in found), default=0.0)
     option = min((it for it in found if it.step_s <= _ABOUT * fastest_s), key=_harshness, default=None)
     if option is None:

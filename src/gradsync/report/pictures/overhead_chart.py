@@ -39,7 +39,7 @@ class OverheadPoint(NamedTuple):
 
 
 def costs(table: Table) -> list[OverheadPoint]:
-    """Of steps that count, in at most 160 groups."""
+    """The costs of steps that count, in at most 160 groups."""
     found = [cost for step in table.judged() if (cost := _cost(table, step)) is not None]
     return [_together(group) for group in bins(found, _MOST_POINTS)]
 

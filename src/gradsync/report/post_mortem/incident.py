@@ -82,7 +82,7 @@ class IncidentLocation:
         self.run, self.ranks, self.step, self.bucket = run, list(ranks), step, bucket
 
     def incident(self, kind: str, *sentences: str, parameter: str | None = None, stopped: bool = True) -> Incident:
-        """Of that kind, in these sentences."""
+        """An account of that kind, in these sentences."""
         names = [parameter] if parameter is not None else self._parameters()
         text = " ".join([*sentences, *_not_here(self.run)])
         return Incident(kind, self.ranks, self.step, self.bucket, names, text, self._advice(kind), stopped)
@@ -128,7 +128,7 @@ class RankProcess(NamedTuple):
 
 
 def processes(run: RunTrace, ranks: Sequence[int]) -> list[RankProcess]:
-    """Those of these ranks whose files are here."""
+    """The processes of these ranks, as far as their files are here."""
     found = [run.ranks[rank].run for rank in ranks if rank in run.ranks]
     return [RankProcess(printable(each.host), each.pid) for each in found]
 
