@@ -21,7 +21,7 @@ CLASSES = {
     "GradSyncStrategy": "public: users of Fabric and of Lightning each import it from their framework's module",
 }
 # Written before this rule, and not renamed yet: may only get shorter.
-YET = {"Listener", "Message"}
+YET: set[str] = set()
 
 
 def test_modules_and_folders_have_names_of_their_own() -> None:

@@ -120,7 +120,7 @@ class Injector:
         liveness = sync._lane.liveness
         if self.step == self.fault.step:
             waiting = (self.fault.step, Phase.WAITING)
-            until(lambda: liveness.sights()[self.fault.rank].state[1:3] == waiting)
+            until(lambda: liveness.peer_views()[self.fault.rank].state[1:3] == waiting)
             pid = liveness.pid(self.fault.rank)
             assert pid is not None
             self._journal.write("act")
@@ -129,7 +129,7 @@ class Injector:
 
     def _be_last(self, sync: GradSync) -> None:
         if self.step == self.fault.step:
-            until(lambda: all(sight.dead for sight in sync._lane.liveness.sights().values()))
+            until(lambda: all(view.dead for view in sync._lane.liveness.peer_views().values()))
 
 
 class SumInjector(Injector):
@@ -173,7 +173,7 @@ class SumInjector(Injector):
     def _strike_now(self, lane: Lane) -> None:
         self.step = -1  # once
         waiting = (self.fault.step, Phase.WAITING)
-        until(lambda: lane.liveness.sights()[self.fault.rank].state[1:3] == waiting)
+        until(lambda: lane.liveness.peer_views()[self.fault.rank].state[1:3] == waiting)
         pid = lane.liveness.pid(self.fault.rank)
         assert pid is not None
         self._journal.write("act")

@@ -238,7 +238,7 @@ def _await_others(lane: Lane) -> None:
     deadline = time.monotonic() + 20
     lane.liveness.watch(True)
     while time.monotonic() < deadline:
-        states = [sight.state for sight in lane.liveness.sights().values()]
+        states = [view.state for view in lane.liveness.peer_views().values()]
         if all(state.phase is Phase.WAITING and state.step >= lane.step for state in states):
             return
         time.sleep(0.01)

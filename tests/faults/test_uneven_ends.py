@@ -99,8 +99,8 @@ def _seen_after(name: str) -> tuple[list[int], str]:
     sync = gs.attach(model, optimizer, plan)
     act(sync, model)
     dist.barrier()
-    sights = sync._lane.liveness.sights()
-    seen = going_on(sights, sync._lane.step), str(sights[1 - dist.get_rank()].state.phase)
+    views = sync._lane.liveness.peer_views()
+    seen = going_on(views, sync._lane.step), str(views[1 - dist.get_rank()].state.phase)
     dist.barrier()
     sync.detach()
     return seen

@@ -271,7 +271,7 @@ def be_slow(slow: bool) -> torch.Tensor:
     model, optimizer, sync = make()
     for number in range(4):
         if slow and dist.get_rank() == 1 and number % 2:
-            _until(lambda: all(s.state.phase == Phase.WAITING for s in sync._lane.liveness.sights().values()))
+            _until(lambda: all(s.state.phase == Phase.WAITING for s in sync._lane.liveness.peer_views().values()))
         train(model, optimizer, range(number, number + 1))
     seen = flat(model)
     sync.detach()

@@ -9,7 +9,7 @@ import pytest
 
 import gradsync
 from gradsync.transport import awake_clock as module
-from gradsync.transport.awake_clock import MOST_S, Awake
+from gradsync.transport.awake_clock import MOST_S, AwakeClock
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 
 
 def test_time_passes_while_somebody_looks(now: list[float]) -> None:
-    clock = Awake(1.5)
+    clock = AwakeClock(1.5)
     for _ in range(5):
         now[0] += 0.25
         assert not clock.over()
@@ -31,7 +31,7 @@ def test_time_passes_while_somebody_looks(now: list[float]) -> None:
 
 
 def test_an_hour_asleep_counts_as_a_moment(now: list[float]) -> None:
-    clock = Awake(10)
+    clock = AwakeClock(10)
     clock.look()
     now[0] += 3600
     assert clock.look() == MOST_S

@@ -5,73 +5,73 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.transport.blame import Sight, Sights, account, blame, is_lost, late, lost, stopped
+from gradsync.transport.blame import PeerView, PeerViews, blame, describe_peer, is_lost, late, lost, stopped
 from gradsync.transport.heartbeat import Phase, RankState
 
 STEP = 5
 
 
-def sight(phase: Phase = Phase.WAITING, step: int = STEP, dead: bool = False, silent: bool = False, culprits=()):
-    return Sight(RankState(0, step, phase, -1, tuple(culprits)), dead, silent)
+def view(phase: Phase = Phase.WAITING, step: int = STEP, dead: bool = False, silent: bool = False, culprits=()):
+    return PeerView(RankState(0, step, phase, -1, tuple(culprits)), dead, silent)
 
 
-WAITING = sight()
+WAITING = view()
 
 
-def blamed(sights: Sights, suspects: list[int]) -> list[int]:
-    guilty, excused = blame(sights, suspects, STEP)
+def blamed(views: PeerViews, suspects: list[int]) -> list[int]:
+    guilty, excused = blame(views, suspects, STEP)
     return guilty or excused
 
 
 def test_who_died_or_fell_silent_in_this_step_is_lost_at_once() -> None:
-    sights = {0: sight(Phase.BACKWARD, dead=True), 1: WAITING, 2: sight(Phase.COMPUTING, STEP - 1, silent=True)}
-    assert lost(sights, STEP) == [0, 2]
+    views = {0: view(Phase.BACKWARD, dead=True), 1: WAITING, 2: view(Phase.COMPUTING, STEP - 1, silent=True)}
+    assert lost(views, STEP) == [0, 2]
 
 
 def test_who_gave_up_left_or_finished_the_step_is_not_lost_at_once() -> None:
-    sights = {
-        0: sight(Phase.FAILED, dead=True),
-        1: sight(Phase.LEFT, dead=True),
-        2: sight(Phase.COMPUTING, STEP + 1, dead=True),
+    views = {
+        0: view(Phase.FAILED, dead=True),
+        1: view(Phase.LEFT, dead=True),
+        2: view(Phase.COMPUTING, STEP + 1, dead=True),
     }
-    assert lost(sights, STEP) == []
-    assert stopped(sights) == [0, 1, 2]
-    assert blamed(sights, stopped(sights)) == [0, 1, 2]
+    assert lost(views, STEP) == []
+    assert stopped(views) == [0, 1, 2]
+    assert blamed(views, stopped(views)) == [0, 1, 2]
 
 
 def test_who_reported_and_exited_is_not_blamed() -> None:
-    sights = {0: sight(Phase.LOST_PEER, dead=True, culprits=[2]), 2: sight(Phase.BACKWARD, dead=True), 3: WAITING}
-    assert blamed(sights, stopped(sights)) == [2]
+    views = {0: view(Phase.LOST_PEER, dead=True, culprits=[2]), 2: view(Phase.BACKWARD, dead=True), 3: WAITING}
+    assert blamed(views, stopped(views)) == [2]
 
 
 def test_reports_are_followed_to_their_end() -> None:
-    sights = {
-        0: sight(Phase.FAILED, culprits=[1]),
-        1: sight(Phase.LOST_PEER, culprits=[3]),
-        3: sight(Phase.COMPUTING, silent=True),
+    views = {
+        0: view(Phase.FAILED, culprits=[1]),
+        1: view(Phase.LOST_PEER, culprits=[3]),
+        3: view(Phase.COMPUTING, silent=True),
     }
-    assert blamed(sights, [0]) == [3]
+    assert blamed(views, [0]) == [3]
 
 
 def test_who_failed_without_a_culprit_is_blamed_only_if_nobody_else_is() -> None:
-    failed = sight(Phase.FAILED, dead=True)
-    assert blamed({0: failed, 2: sight(Phase.BACKWARD, dead=True)}, [0, 2]) == [2]
+    failed = view(Phase.FAILED, dead=True)
+    assert blamed({0: failed, 2: view(Phase.BACKWARD, dead=True)}, [0, 2]) == [2]
     assert blamed({0: failed, 2: WAITING}, [0]) == [0]
 
 
 def test_this_rank_may_be_the_one() -> None:
-    assert blamed({0: sight(Phase.FAILED, culprits=[1]), 2: sight(Phase.FAILED, culprits=[1])}, [0, 2]) == [1]
+    assert blamed({0: view(Phase.FAILED, culprits=[1]), 2: view(Phase.FAILED, culprits=[1])}, [0, 2]) == [1]
 
 
 def test_who_waits_in_this_step_or_is_past_it_is_not_late() -> None:
-    sights = {0: WAITING, 1: sight(Phase.BACKWARD), 2: sight(Phase.COMPUTING, STEP + 1), 3: sight(step=STEP - 1)}
-    assert late(sights, STEP) == [1, 3]
+    views = {0: WAITING, 1: view(Phase.BACKWARD), 2: view(Phase.COMPUTING, STEP + 1), 3: view(step=STEP - 1)}
+    assert late(views, STEP) == [1, 3]
 
 
 def test_a_rank_that_another_found_silent_is_lost_not_late() -> None:
-    computing = sight(Phase.COMPUTING)
-    assert is_lost({0: sight(Phase.LOST_PEER, culprits=[2]), 2: computing}, 2)
-    assert not is_lost({0: sight(Phase.FAILED, culprits=[2]), 2: computing}, 2)
+    computing = view(Phase.COMPUTING)
+    assert is_lost({0: view(Phase.LOST_PEER, culprits=[2]), 2: computing}, 2)
+    assert not is_lost({0: view(Phase.FAILED, culprits=[2]), 2: computing}, 2)
 
 
 STATES = st.builds(
@@ -82,18 +82,18 @@ STATES = st.builds(
     st.just(-1),
     st.lists(st.integers(-1, 9), max_size=3).map(tuple),  # also ranks that do not exist
 )
-SIGHTS = st.lists(st.builds(Sight, STATES, st.booleans(), st.booleans()), min_size=1, max_size=4).map(
+SIGHTS = st.lists(st.builds(PeerView, STATES, st.booleans(), st.booleans()), min_size=1, max_size=4).map(
     lambda seen: dict(enumerate(seen))
 )
 
 
 @given(SIGHTS)
-def test_blame_ends_and_falls_on_members_who_name_no_other(sights: Sights) -> None:
-    guilty, excused = blame(sights, stopped(sights), STEP)
+def test_blame_ends_and_falls_on_members_who_name_no_other(views: PeerViews) -> None:
+    guilty, excused = blame(views, stopped(views), STEP)
     assert not set(guilty) & set(excused)
     for rank in guilty + excused:
-        assert 0 <= rank <= len(sights)
-        if rank in sights:
-            state = sights[rank].state
+        assert 0 <= rank <= len(views)
+        if rank in views:
+            state = views[rank].state
             assert state.phase not in (Phase.FAILED, Phase.LOST_PEER) or not state.culprits
-            assert f"step {state.step}" in account(sights[rank], "rank 1", None, is_lost(sights, rank))
+            assert f"step {state.step}" in describe_peer(views[rank], "rank 1", None, is_lost(views, rank))

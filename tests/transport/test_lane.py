@@ -14,7 +14,7 @@ from gradsync.errors import PeerFault, PeerLost, SyncTimeout
 from gradsync.plan.guard import Guard
 from gradsync.transport import abandoned
 from gradsync.transport import waiting as waits
-from gradsync.transport.blame import Sight
+from gradsync.transport.blame import PeerView
 from gradsync.transport.groups import Groups
 from gradsync.transport.heartbeat import INITIAL, Phase, RankState
 from gradsync.transport.lane import Lane, Pending
@@ -47,7 +47,7 @@ class Work:
 
 
 class Peers:
-    """A liveness that shows what the test says, look by look; the last sight stays."""
+    """A liveness that shows what the test says, look by look; the last view stays."""
 
     hosts = ((0,), (1,), (2,))
     absent = ()
@@ -66,7 +66,7 @@ class Peers:
         self.state = RankState(0, step, phase, bucket, culprits)
         self.said.append(self.state)
 
-    def sights(self) -> dict[int, Sight]:
+    def peer_views(self) -> dict[int, PeerView]:
         look = next(self.looks, None)
         if callable(look):
             look()
@@ -74,7 +74,7 @@ class Peers:
             self.now = look
         return self.now
 
-    def investigate(self) -> tuple[list[int], dict[int, Sight]]:
+    def investigate(self) -> tuple[list[int], dict[int, PeerView]]:
         return self.culprits, self.now
 
     def watch(self, waiting: bool) -> None: ...
@@ -89,11 +89,11 @@ class Peers:
         return 100 + rank
 
 
-def waiting(**changes: Any) -> Sight:
+def waiting(**changes: Any) -> PeerView:
     state = RankState(0, STEP, Phase.WAITING, -1, ())._replace(
         **{k: v for k, v in changes.items() if k in RankState._fields}
     )
-    return Sight(state, changes.get("dead", False), changes.get("silent", False))
+    return PeerView(state, changes.get("dead", False), changes.get("silent", False))
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_data_may_still_arrive_after_its_sender_gave_up_or_ended(lane: Lane, pee
 
 
 @pytest.mark.parametrize(
-    ("sight", "culprit", "kind", "account"),
+    ("view", "culprit", "kind", "describe_peer"),
     [
         (waiting(phase=Phase.FAILED), 5, PeerLost, "rank 5 (pid 101) failed in step 7"),
         (waiting(phase=Phase.LEFT), 5, PeerLost, "rank 5 (pid 101) left in step 7"),
@@ -179,13 +179,13 @@ def test_data_may_still_arrive_after_its_sender_gave_up_or_ended(lane: Lane, pee
     ],
 )
 def test_who_gave_up_is_noticed_long_before_the_timeout(
-    lane: Lane, peers: Peers, sight: Sight, culprit: int, kind: type[PeerFault], account: str
+    lane: Lane, peers: Peers, view: PeerView, culprit: int, kind: type[PeerFault], describe_peer: str
 ) -> None:
     _, pending = launch(lane)
-    peers.now = {1: sight, 2: waiting(phase=Phase.BACKWARD)}
+    peers.now = {1: view, 2: waiting(phase=Phase.BACKWARD)}
     error = raised(lane, pending, kind)
     assert error.ranks == (culprit,)
-    assert account in str(error)
+    assert describe_peer in str(error)
 
 
 def test_late_ranks_are_named_after_the_timeout_and_before_it_in_a_warning(peers: Peers) -> None:

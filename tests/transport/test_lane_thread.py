@@ -1,4 +1,4 @@
-"""The lane thread: errands run in order, after a failure none runs any more, and close waits for the last."""
+"""The lane thread: tasks run in order, after a failure none runs any more, and close waits for the last."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from gradsync.transport.lane_thread import LaneThread
-from gradsync.transport.pending import Errand
+from gradsync.transport.pending import LaneTask
 
 BOUND_S = 30.0
 
@@ -20,18 +20,18 @@ def lane_thread() -> Iterator[LaneThread]:
     lane_thread.close(BOUND_S)
 
 
-def errand(run: object) -> Errand:
-    return Errand(run, "bucket 0", 0, 0)  # type: ignore[arg-type]
+def task(run: object) -> LaneTask:
+    return LaneTask(run, "bucket 0", 0, 0)  # type: ignore[arg-type]
 
 
 def test_errands_run_one_after_the_other_in_their_order(lane_thread: LaneThread) -> None:
     seen: list[tuple[int, str]] = []
-    errands = [errand(lambda i=i: seen.append((i, threading.current_thread().name))) for i in range(200)]
-    for each in errands:
+    tasks = [task(lambda i=i: seen.append((i, threading.current_thread().name))) for i in range(200)]
+    for each in tasks:
         lane_thread.take(each)
-    assert errands[-1].landed(BOUND_S)
+    assert tasks[-1].landed(BOUND_S)
     assert seen == [(i, "gradsync-lane") for i in range(200)]
-    for each in errands:
+    for each in tasks:
         each.settle()
         assert each.succeeded
         assert each.finished_at >= each.launched_at
@@ -43,7 +43,7 @@ def test_an_error_is_raised_by_its_errand_and_all_that_follow_fail_with_it(lane_
     def fail() -> None:
         raise RuntimeError("the wire broke")
 
-    first, broken, late = errand(lambda: ran.append("first")), errand(fail), errand(lambda: ran.append("late"))
+    first, broken, late = task(lambda: ran.append("first")), task(fail), task(lambda: ran.append("late"))
     for each in (first, broken, late):
         lane_thread.take(each)
     assert late.landed(BOUND_S)
@@ -52,7 +52,7 @@ def test_an_error_is_raised_by_its_errand_and_all_that_follow_fail_with_it(lane_
         assert not each.succeeded
         with pytest.raises(RuntimeError, match="the wire broke"):
             each.settle()
-    afterwards = errand(lambda: ran.append("afterwards"))
+    afterwards = task(lambda: ran.append("afterwards"))
     lane_thread.take(afterwards)
     assert afterwards.landed(BOUND_S)
     assert ran == ["first"]
@@ -63,7 +63,7 @@ def test_an_error_of_any_kind_is_kept_for_who_waits(lane_thread: LaneThread) -> 
     def fail() -> None:
         raise KeyError("missing")
 
-    broken, late = errand(fail), errand(lambda: None)
+    broken, late = task(fail), task(lambda: None)
     lane_thread.take(broken)
     lane_thread.take(late)
     assert late.landed(BOUND_S)
@@ -81,7 +81,7 @@ def test_what_an_errand_held_is_free_when_it_has_run(lane_thread: LaneThread) ->
             freed.set()
 
     held = Held()
-    done = errand(lambda held=held: None)
+    done = task(lambda held=held: None)
     del held
     lane_thread.take(done)
     assert done.landed(BOUND_S)
@@ -91,8 +91,8 @@ def test_what_an_errand_held_is_free_when_it_has_run(lane_thread: LaneThread) ->
 def test_close_waits_for_what_was_handed_over() -> None:
     lane_thread, go = LaneThread(), threading.Event()
     ran: list[int] = []
-    lane_thread.take(errand(lambda: go.wait(BOUND_S)))
-    last = errand(lambda: ran.append(1))
+    lane_thread.take(task(lambda: go.wait(BOUND_S)))
+    last = task(lambda: ran.append(1))
     lane_thread.take(last)
     go.set()
     lane_thread.close(BOUND_S)
@@ -104,14 +104,14 @@ def test_close_waits_for_what_was_handed_over() -> None:
 def test_closing_twice_or_unused_does_nothing() -> None:
     lane_thread = LaneThread()
     lane_thread.close(BOUND_S)
-    lane_thread.take(errand(lambda: None))
+    lane_thread.take(task(lambda: None))
     lane_thread.close(BOUND_S)
     lane_thread.close(BOUND_S)
 
 
 def test_close_leaves_a_thread_that_is_stuck() -> None:
     lane_thread, go = LaneThread(), threading.Event()
-    stuck = errand(lambda: go.wait(BOUND_S))
+    stuck = task(lambda: go.wait(BOUND_S))
     lane_thread.take(stuck)
     [thread] = [thread for thread in threading.enumerate() if thread.name == "gradsync-lane"]
     lane_thread.close(0.01)
@@ -123,7 +123,7 @@ def test_close_leaves_a_thread_that_is_stuck() -> None:
 
 def test_what_comes_after_landing_runs_in_the_thread_that_waits(lane_thread: LaneThread) -> None:
     where: list[str] = []
-    done = errand(lambda: None)
+    done = task(lambda: None)
     done.then(lambda: where.append(threading.current_thread().name))
     lane_thread.take(done)
     assert done.landed(BOUND_S)

@@ -81,7 +81,7 @@ def test_a_rank_that_stood_still_itself_blames_nobody(monkeypatch: pytest.Monkey
     monkeypatch.setattr(own._stop, "wait", lambda _: next(ticks))
     own._beat()
     monkeypatch.undo()
-    assert not own.sights()[1].silent
+    assert not own.peer_views()[1].silent
     own.close()
 
 
@@ -162,7 +162,7 @@ def test_closing_says_so_and_leaves_no_thread_and_no_descriptor(theirs: Heartbea
     assert threading.active_count() == threads
     assert os.listdir("/proc/self/fd") == descriptors
     own.at(4, Phase.COMPUTING)  # too late, but no error
-    assert own.sights() == {}
+    assert own.peer_views() == {}
 
 
 def test_who_gave_up_is_read_as_that_after_it_closed(theirs: Heartbeat) -> None:
@@ -181,21 +181,21 @@ def test_a_forked_child_does_not_speak_for_its_parent(monkeypatch: pytest.Monkey
         patch.setattr(module.os, "getpid", lambda: -1)
         own.close()
     assert own.state.phase == Phase.COMPUTING
-    assert own.sights().keys() == {1}
+    assert own.peer_views().keys() == {1}
     own.close()
 
 
 # --- the meeting ---
 
 
-def _meet(sight: str) -> tuple[list[tuple[str, int]], list[str]]:
+def _meet(view: str) -> tuple[list[tuple[str, int]], list[str]]:
     """Who each peer is for us, after it was seen to speak, and the threads that remain."""
     before = set(threading.enumerate())  # a test that failed on purpose may have left some
     rank = dist.get_rank()
-    if sight == "remote":
+    if view == "remote":
         declare_host(f"h{rank}")
     find = LocalPeer.find
-    if sight == "one-sided" and rank == 0:
+    if view == "one-sided" and rank == 0:
         LocalPeer.find = lambda *_: None  # type: ignore[method-assign,assignment]
     assert dist.group.WORLD is not None
     try:
@@ -204,7 +204,7 @@ def _meet(sight: str) -> tuple[list[tuple[str, int]], list[str]]:
         groups.connect(lambda attempt: own.meet(attempt, 30), "the meeting")
         own.watch(True)
         own.at(10 + rank, Phase.BACKWARD)
-        until(lambda: all(sight.state.step == 10 + peer for peer, sight in own.sights().items()))
+        until(lambda: all(view.state.step == 10 + peer for peer, view in own.peer_views().items()))
         kinds = [(type(peer).__name__, peer.look().step) for peer in own._peers.values()]
         dist.barrier()
         own.close()
@@ -215,10 +215,10 @@ def _meet(sight: str) -> tuple[list[tuple[str, int]], list[str]]:
     return kinds, sorted(t.name for t in set(threading.enumerate()) - before if t.name.startswith("gradsync"))
 
 
-@pytest.mark.parametrize("sight", ["local", "remote", "one-sided"])
-def test_ranks_find_each_other(run: Callable[..., list[Any]], sight: str) -> None:
-    found = run(_meet, sight, ranks=3)
+@pytest.mark.parametrize("view", ["local", "remote", "one-sided"])
+def test_ranks_find_each_other(run: Callable[..., list[Any]], view: str) -> None:
+    found = run(_meet, view, ranks=3)
     for rank, (kinds, threads) in enumerate(found):
-        kind = "RemotePeer" if sight == "remote" or (sight == "one-sided" and rank == 0) else "LocalPeer"
+        kind = "RemotePeer" if view == "remote" or (view == "one-sided" and rank == 0) else "LocalPeer"
         assert kinds == [(kind, 10 + peer) for peer in range(3) if peer != rank]
         assert threads == []

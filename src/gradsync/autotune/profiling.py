@@ -68,7 +68,7 @@ def profile(
 
 
 class _HookTimer:
-    """Hears the hooks; see `Listener`."""
+    """Hears the hooks; see `HookListener`."""
 
     def __init__(self, stopwatch: Stopwatch) -> None:
         self.stopwatch = stopwatch

@@ -47,7 +47,7 @@ from gradsync.transport.groups import group_timeout
 from gradsync.transport.lane import NET_S, Lane, open_lane
 
 
-class Papers(NamedTuple):
+class AttachDocuments(NamedTuple):
     """What a rank shows at the door."""
 
     table: list[dict[str, Any]]  # of its parameters and buffers
@@ -56,15 +56,15 @@ class Papers(NamedTuple):
 
 
 def open_sender(
-    parent: dist.ProcessGroup, plan: Plan, guard: Guard, inventory: Inventory, papers: Papers, always: bool
+    parent: dist.ProcessGroup, plan: Plan, guard: Guard, inventory: Inventory, documents: AttachDocuments, always: bool
 ) -> Transit:
     """Agree and begin; every member of `parent` calls this at once, and either all go on or all raise."""
     timeout = guard.timeout if guard.timeout is not None else group_timeout(parent)
     # Control only: the groups for data wait until the ranks have agreed on which they need.
     lane = open_lane(parent, guard, timeout)
     try:
-        refusal = papers.refusal
-        check_attach(lane, papers.table, papers.terms, None if refusal is None else str(refusal))
+        refusal = documents.refusal
+        check_attach(lane, documents.table, documents.terms, None if refusal is None else str(refusal))
         if refusal is not None:
             raise refusal
         _warn_of_idle_rules(lane, plan, inventory)
@@ -178,8 +178,8 @@ class Builder:
 
     def open(self, plan: Plan, refusal: Exception | None = None) -> Transit:
         """Agree, and make what gradients travel by; every rank calls this at once."""
-        papers = Papers(self.inventory.table(self.optimizers), plan.canonical() | self.terms, refusal)
-        return open_sender(self.parent, plan, self.guard, self.inventory, papers, self.always)
+        documents = AttachDocuments(self.inventory.table(self.optimizers), plan.canonical() | self.terms, refusal)
+        return open_sender(self.parent, plan, self.guard, self.inventory, documents, self.always)
 
     def build(self, plan: Plan, opened: Transit) -> Engine:
         """The rest; likewise, with equal parameters."""

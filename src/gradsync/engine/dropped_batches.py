@@ -84,7 +84,7 @@ class Raised(NamedTuple):
     before: Seen = ()  # what the forward before this one was given
 
 
-class Aborted:
+class DroppedBatches:
     """What raised on this rank and is not put right yet, and what that spoils."""
 
     def __init__(self, steps: Steps) -> None:

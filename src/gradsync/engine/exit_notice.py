@@ -9,13 +9,13 @@ from functools import partial
 
 from gradsync.engine.loop import Steps
 from gradsync.errors import JOIN, listed
-from gradsync.transport.blame import Sights
+from gradsync.transport.blame import PeerViews
 from gradsync.transport.heartbeat import Phase
 
 _IN_A_STEP = (Phase.BACKWARD, Phase.SYNCHRONIZING, Phase.WAITING)
 
 
-class Leaving:
+class ExitNotice:
     """Looks at the other ranks of this host once, when the interpreter ends; waits for nobody."""
 
     def __init__(self, steps: Steps) -> None:
@@ -34,15 +34,15 @@ def _look(reference: weakref.ref[Steps]) -> None:
     if steps is None or steps.failed or getattr(sys, "last_value", None) is not None:
         return
     lane = steps.synchronization.lane
-    if training := going_on(lane.liveness.sights(), lane.step):
+    if training := going_on(lane.liveness.peer_views(), lane.step):
         who = listed(lane.global_ranks(training))
         print(f"{lane.place()} this rank ends, but {who} would go on: {JOIN}", file=sys.stderr, flush=True)
 
 
-def going_on(sights: Sights, step: int) -> list[int]:
+def going_on(views: PeerViews, step: int) -> list[int]:
     """Who has begun a step that this rank will not come to."""
     return [
         rank
-        for rank, sight in sights.items()
-        if not sight.gone and sight.state.phase in _IN_A_STEP and sight.state.step >= step
+        for rank, view in views.items()
+        if not view.gone and view.state.phase in _IN_A_STEP and view.state.step >= step
     ]

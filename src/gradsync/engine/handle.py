@@ -17,10 +17,10 @@ from gradsync.agreement.header import Call, Flag
 from gradsync.autotune.controller import Controller
 from gradsync.checkpoint.collect import StateCollector
 from gradsync.engine import several_models
-from gradsync.engine.exit_notice import Leaving
+from gradsync.engine.exit_notice import ExitNotice
 from gradsync.engine.loader import Batches
 from gradsync.engine.loop import Steps
-from gradsync.engine.loss_scaling import Following
+from gradsync.engine.loss_scaling import ScalerFollower
 from gradsync.engine.replicas import Buffers, broadcast_optimizer, broadcast_scaler, broadcast_tensors
 from gradsync.engine.step import Synchronization
 from gradsync.errors import Disagreement, GradSyncError
@@ -48,8 +48,8 @@ class GradSync:
         self._steps = steps
         self._controller = controller
         self._state_collector = StateCollector(steps)
-        self._scaling = Following(scaler, steps)
-        self._leaving = Leaving(steps)
+        self._scaling = ScalerFollower(scaler, steps)
+        self._leaving = ExitNotice(steps)
         self._attached = True
 
     @property

@@ -56,7 +56,7 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-class Listener(Protocol):
+class HookListener(Protocol):
     """What the hooks call."""
 
     def before_forward(self) -> None: ...
@@ -67,7 +67,7 @@ class Listener(Protocol):
     def after_step(self, optimizer: Optimizer, closure: bool) -> None: ...
 
 
-class Forwards(Protocol):
+class ForwardListener(Protocol):
     """Who hears of forwards that raise: see [A forward that raised]."""
 
     def forward_comes(self, inputs: Iterable[torch.Tensor]) -> None: ...
@@ -79,11 +79,11 @@ class Hooks:
 
     def __init__(
         self,
-        listener: Listener,
+        listener: HookListener,
         model: torch.nn.Module,
         optimizers: Iterable[Optimizer],
         user_hooks: UserHooks | None = None,
-        aborted: Forwards | None = None,
+        aborted: ForwardListener | None = None,
     ) -> None:
         """Without `user_hooks` it is an observer's: parameters do not keep it, which ends with `model`, a wrapper that
         they may survive, and the users' hooks are autograd's affair."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeVar
 
-from gradsync.engine.dropped_batches import Aborted
+from gradsync.engine.dropped_batches import DroppedBatches
 from gradsync.trace.tracer import Tracer
 
 T = TypeVar("T")
@@ -14,7 +14,7 @@ T = TypeVar("T")
 class Batches(Iterator[T]):
     """The batches of a loader, which may go on after it raised."""
 
-    def __init__(self, source: Iterator[T], aborted: Aborted, tracer: Tracer | None) -> None:
+    def __init__(self, source: Iterator[T], aborted: DroppedBatches, tracer: Tracer | None) -> None:
         self._source = source
         self._aborted = aborted
         self._tracer = tracer

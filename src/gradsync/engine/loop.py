@@ -28,7 +28,7 @@ from gradsync.agreement.header import Flag
 from gradsync.engine import loop_errors, several_models
 from gradsync.engine.assemble import Engine, check_hooked
 from gradsync.engine.bucket import Entry
-from gradsync.engine.dropped_batches import Aborted, Backward, accumulates
+from gradsync.engine.dropped_batches import Backward, DroppedBatches, accumulates
 from gradsync.engine.hooks import Hooks, LateHooks, queue_callback, recomputing, refuse_compiled_autograd
 from gradsync.engine.parameters import ModelChanges
 from gradsync.engine.rank_calls import RankCalls
@@ -50,7 +50,7 @@ class Steps(RankCalls):
         self.unsynchronized = 0  # backwards under no_sync() since the last one outside of it
         self.number = next(_numbers)  # the same on every rank that has several
         self._entries = engine.synchronization.entries
-        self.aborted = Aborted(self)
+        self.aborted = DroppedBatches(self)
         self.under_way: Iterator[None] | None = None  # the synchronization that was launched
         self._late_hooks = LateHooks()
         self.step_counts = StepCounts(optimizers)

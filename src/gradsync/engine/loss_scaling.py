@@ -80,7 +80,7 @@ _followers: weakref.WeakKeyDictionary[GradScaler, list[ScaledSteps]] = weakref.W
 _classes: dict[type, type] = {}
 
 
-class Following:
+class ScalerFollower:
     """One GradSync follows one scaler, which may have several."""
 
     def __init__(self, scaler: GradScaler | None, steps: Steps) -> None:

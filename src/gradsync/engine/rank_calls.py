@@ -24,14 +24,14 @@ from gradsync.errors import GradSyncError
 from gradsync.pace.contract import PaceMoments
 
 if TYPE_CHECKING:
-    from gradsync.engine.dropped_batches import Aborted, Backward
+    from gradsync.engine.dropped_batches import Backward, DroppedBatches
     from gradsync.engine.user_hooks import UserHooks
 
 
 class RankCalls(ABC):
     """The part of `Steps` that is not in the way of a step."""
 
-    aborted: Aborted
+    aborted: DroppedBatches
     user_hooks: UserHooks
     unsynchronized: int
 

@@ -71,8 +71,8 @@ def side_by_side(waits: list[tuple[Wait, Then]]) -> None:
         then()
         return
     here = _ThreadState()
-    step_counts = [_Turn(partial(here.run, wait)) for wait, _ in waits[:-1]]
-    step_counts.append(_Turn(waits[-1][0], starts=False))
+    step_counts = [_ModelWait(partial(here.run, wait)) for wait, _ in waits[:-1]]
+    step_counts.append(_ModelWait(waits[-1][0], starts=False))
     step_counts[-1].run()
     for turn in step_counts:
         turn.join()
@@ -84,7 +84,7 @@ def side_by_side(waits: list[tuple[Wait, Then]]) -> None:
             raise turn.error
 
 
-class _Turn:
+class _ModelWait:
     """One model's wait, on a thread of its own if it `starts`; keeps what it raised."""
 
     def __init__(self, wait: Wait, starts: bool = True) -> None:

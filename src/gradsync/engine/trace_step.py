@@ -239,7 +239,7 @@ class Tracing:
         """The process ends with the model attached: by an exception, or just so."""
         error = getattr(sys, "last_value", None)
         if error is not None and not self._failed:
-            self.tracer.error(error, self._lane.global_ranks(lost(self._lane.liveness.sights(), self._lane.step)))
+            self.tracer.error(error, self._lane.global_ranks(lost(self._lane.liveness.peer_views(), self._lane.step)))
         self._close("exception" if error is not None else "exit")
 
     def _close(self, why: str) -> None:

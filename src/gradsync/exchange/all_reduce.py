@@ -61,12 +61,12 @@ def all_reduce(
     parent = _members_group(group, "all_reduce")
     if parent.size() == 1:
         return tensor
-    stand = group_cache(parent)
-    with _call(stand, "all_reduce"):
+    cache = group_cache(parent)
+    with _call(cache, "all_reduce"):
         if compress is None:
-            _reduce(stand, parent, tensor, algorithm, op, card)
+            _reduce(cache, parent, tensor, algorithm, op, card)
         else:
-            _reduce_compressed(stand, parent, tensor, algorithm, compress, op, card)
+            _reduce_compressed(cache, parent, tensor, algorithm, compress, op, card)
     return tensor
 
 
@@ -87,47 +87,47 @@ def shared_empty(
     parent = _members_group(group, "shared_empty")
     if parent.size() == 1:
         return torch.zeros(numbers, dtype=dtype, device="cpu")
-    stand, nbytes = group_cache(parent), math.prod(numbers) * dtype.itemsize
-    team = stand.lane.team
-    with _call(stand, "shared_empty"):
-        _compare(stand, _card(dtype, numbers, "shared_empty"))
+    cache, nbytes = group_cache(parent), math.prod(numbers) * dtype.itemsize
+    team = cache.lane.team
+    with _call(cache, "shared_empty"):
+        _compare(cache, _card(dtype, numbers, "shared_empty"))
         if team is not None:
             try:
                 return team.allocate(nbytes)[:nbytes].view(dtype).view(numbers)
             except NotEnoughMemory as error:
                 raise NotEnoughMemory(f"{error}; ask for less, or use a plain tensor") from None
-    why = stand.lane.lacks or "every rank of this group has a host of its own"
+    why = cache.lane.lacks or "every rank of this group has a host of its own"
     raise GradSyncError(f"there is no shared memory here: {why}; use a plain tensor")
 
 
 @contextmanager
-def _call(stand: GroupCache, what: str) -> Iterator[None]:
+def _call(cache: GroupCache, what: str) -> Iterator[None]:
     """One call after the other; what goes wrong in it is said, or ends the lane."""
-    with stand.turn:
-        stand.lane.session.next_call(what, "call")
+    with cache.turn:
+        cache.lane.session.next_call(what, "call")
         try:
             yield
         except Cards as error:
-            raise _disagreement(error.cards, stand, what) from None
+            raise _disagreement(error.cards, cache, what) from None
         except (ValueError, NotEnoughMemory):
             raise  # every rank came to it, before any data moved
         except BaseException as error:
-            stand.lane.give_up(error)  # Ctrl-C, say: nobody may go on from the middle of it
+            cache.lane.give_up(error)  # Ctrl-C, say: nobody may go on from the middle of it
             raise
 
 
 def _reduce(
-    stand: GroupCache, parent: dist.ProcessGroup, tensor: torch.Tensor, algorithm: Algorithm | None, op: Op, card: bytes
+    cache: GroupCache, parent: dist.ProcessGroup, tensor: torch.Tensor, algorithm: Algorithm | None, op: Op, card: bytes
 ) -> None:
     """Which way it goes depends only on what the card says and all ranks share: they must go the same way."""
-    lane = stand.lane
+    lane = cache.lane
     scale = mean_scale(lane.groups.size, op)
     if lane.one_host and tensor.is_cpu and isinstance(algorithm, SharedMemory | None):
         flat = _flat(tensor)
-        _reduce_in_memory(stand, torch.view_as_real(flat) if flat.is_complex() else flat, card, scale)
+        _reduce_in_memory(cache, torch.view_as_real(flat) if flat.is_complex() else flat, card, scale)
     else:
-        alike = _compare(stand, card, tensor)
-        exact = _exact(stand, parent, tensor.device, algorithm)
+        alike = _compare(cache, card, tensor)
+        exact = _exact(cache, parent, tensor.device, algorithm)
         flat = _flat(tensor)
         if not alike:
             flat = flat.clone()  # some have it in shared memory and some do not: now nobody has
@@ -140,7 +140,7 @@ def _reduce(
 
 
 def _reduce_compressed(
-    stand: GroupCache,
+    cache: GroupCache,
     parent: dist.ProcessGroup,
     tensor: torch.Tensor,
     algorithm: Algorithm | None,
@@ -148,12 +148,12 @@ def _reduce_compressed(
     op: Op,
     card: bytes,
 ) -> None:
-    _compare(stand, card, tensor)
+    _compare(cache, card, tensor)
     try:
-        compressed = stand.compressed(parent, tensor.device, algorithm, compress)
+        compressed = cache.compressed(parent, tensor.device, algorithm, compress)
     except UnfitAlgorithm as error:
         raise ValueError(str(error)) from None
-    compressed.reduce(tensor, mean_scale(stand.lane.groups.size, op))
+    compressed.reduce(tensor, mean_scale(cache.lane.groups.size, op))
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -163,32 +163,32 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def _exact(stand: GroupCache, parent: dist.ProcessGroup, device: torch.device, algorithm: Algorithm | None) -> ExactSum:
+def _exact(cache: GroupCache, parent: dist.ProcessGroup, device: torch.device, algorithm: Algorithm | None) -> ExactSum:
     try:
-        return stand.exact(parent, device, algorithm)
+        return cache.exact(parent, device, algorithm)
     except UnfitAlgorithm as error:
         raise ValueError(str(error)) from None
 
 
-def _reduce_in_memory(stand: GroupCache, flat: torch.Tensor, card: bytes, scale: float) -> None:
-    team = stand.lane.team
+def _reduce_in_memory(cache: GroupCache, flat: torch.Tensor, card: bytes, scale: float) -> None:
+    team = cache.lane.team
     assert team is not None
     try:
-        stand.lane.wait(ByCaller(team, WORKER, team.sum_op(flat, card, scale), "all_reduce"))
+        cache.lane.wait(ByCaller(team, WORKER, team.sum_op(flat, card, scale), "all_reduce"))
     except Cards as error:
         # Every rank sees the same cards. If only places differ, all stage.
         if len({_without_place(text) for text in error.cards}) > 1:
             raise
         op = team.sum_op(flat, card, scale, in_place=False)
-        stand.lane.wait(ByCaller(team, WORKER, op, "all_reduce"))
+        cache.lane.wait(ByCaller(team, WORKER, op, "all_reduce"))
 
 
-def _compare(stand: GroupCache, card: bytes, tensor: torch.Tensor = _NOTHING) -> bool:
+def _compare(cache: GroupCache, card: bytes, tensor: torch.Tensor = _NOTHING) -> bool:
     """Raise `Cards` on every rank unless all brought the same; whether all have it in one place of the shared memory.
 
     On one host a sum in memory does this in one go, and finds out about places itself.
     """
-    lane = stand.lane
+    lane = cache.lane
     if lane.one_host and lane.team is not None:
         lane.wait(ByCaller(lane.team, WORKER, lane.team.sum_op(_NOTHING, card), "all_reduce"))
         return True
@@ -238,8 +238,8 @@ def _card(dtype: torch.dtype, shape: Sequence[int], what: str) -> bytes:
     return text
 
 
-def _disagreement(cards: list[str], stand: GroupCache, what: str) -> Disagreement:
-    lane = stand.lane
+def _disagreement(cards: list[str], cache: GroupCache, what: str) -> Disagreement:
+    lane = cache.lane
     members = lane.team.members if lane.one_host and lane.team is not None else range(lane.groups.size)
     ranks = lane.global_ranks(list(members))
     said = "; ".join(f"rank {rank}: {_without_place(text)}" for rank, text in zip(ranks, cards, strict=True))

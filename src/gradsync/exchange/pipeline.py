@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from gradsync.transport.lane_thread import LaneThread
-from gradsync.transport.pending import Errand, Pending, Promise
+from gradsync.transport.pending import LaneTask, Pending, Promise
 
 _SLICE_S = 1.0
 
@@ -71,7 +71,7 @@ class Pipeline:
         if self._lane_thread is None:
             run()
         else:
-            self._lane_thread.take(Errand(run, "the exchange", 0, -1))
+            self._lane_thread.take(LaneTask(run, "the exchange", 0, -1))
 
     def _give_up(self, error: Exception, newest: Promise | None) -> None:
         """Neither what is under way nor what is to come arrives: the stream itself has failed, say."""

@@ -26,7 +26,7 @@ from gradsync.exchange.schedule_runner import Program, run, stamp
 from gradsync.kernels.library import CODES, Op, OpKind
 from gradsync.transport.groups import MESSAGES
 from gradsync.transport.lane import Lane
-from gradsync.transport.pending import ByWorker, Errand, OnStream, Pending
+from gradsync.transport.pending import ByWorker, LaneTask, OnStream, Pending
 from gradsync.transport.shared_memory import LANE, Team, card_of
 
 _SLICE_S = 1.0
@@ -158,7 +158,7 @@ class _Part(NamedTuple):
     given: torch.Tensor  # of the tensor
     inside: torch.Tensor  # the same, in the team's memory
     division: _Division
-    across: Errand
+    across: LaneTask
 
 
 class HierarchicalRoute:
@@ -213,7 +213,7 @@ class HierarchicalRoute:
         self._in_memory(OpKind.SCATTER, inside, division, mark)
         channel = self._lane.groups.data[MESSAGES]
         # Parts share the mark: they follow each other on the wire, and messages of one pair keep their order.
-        across = Errand(lambda: run(division.program, inside, channel, mark), "messages across hosts", 0, -1)
+        across = LaneTask(lambda: run(division.program, inside, channel, mark), "messages across hosts", 0, -1)
         self._wire.take(across)
         return _Part(given, inside, division, across)
 

@@ -33,7 +33,7 @@ from gradsync.integrations.ddp_hook import ignored_by
 from gradsync.integrations.observe_checks import say
 from gradsync.integrations.observer import Observer
 from gradsync.plan.guard import Guard
-from gradsync.transport.awake_clock import Awake
+from gradsync.transport.awake_clock import AwakeClock
 from gradsync.transport.groups import group_timeout
 from gradsync.transport.lane import open_lane
 from gradsync.transport.sockets import connections
@@ -164,7 +164,7 @@ def absent(parent: dist.ProcessGroup, what: str, patience_s: float) -> list[int]
         return []
     store = _open_round(ranks, me, what)
     store.set(f"{_HERE}-{me}", "1")
-    bound = Awake(patience_s)
+    bound = AwakeClock(patience_s)
     while missing := [rank for rank in missing if not store.check([f"{_HERE}-{rank}"])]:
         if bound.over() or store.check([_ABSENT]):
             break

@@ -35,7 +35,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from gradsync.errors import LaunchError, listed, place
 from gradsync.launch.environment import Task
 from gradsync.launch.interface import is_loopback
-from gradsync.transport.awake_clock import Awake
+from gradsync.transport.awake_clock import AwakeClock
 from gradsync.transport.host_meeting import kernel_identity
 from gradsync.transport.host_processes import is_gone
 from gradsync.transport.sockets import connections, cut
@@ -57,7 +57,7 @@ class Rendezvous:
         """Connect, and wait until every rank is there; `store` is then free of any earlier life."""
         self._task = task
         self._timeout = timeout
-        self._clock = Awake(timeout.total_seconds())
+        self._clock = AwakeClock(timeout.total_seconds())
         self._wires: frozenset[tuple[int, str]] = frozenset()
         self._pids: dict[int, int] = {}  # of the ranks of this host; known when all have met
         self.store = self._bounded(self._join)
@@ -221,7 +221,7 @@ class Rendezvous:
 
         thread = threading.Thread(target=run, name="gradsync-launch", daemon=True)
         thread.start()
-        bound = Awake(max(0.0, self._clock.left()) + 2 * _FINISH_S)
+        bound = AwakeClock(max(0.0, self._clock.left()) + 2 * _FINISH_S)
         while thread.is_alive() and not bound.over():
             self._clock.look()  # the thread may be in a call of several seconds
             thread.join(_LAST_POLL_S)

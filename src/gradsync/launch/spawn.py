@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from gradsync.errors import GradSyncError
-from gradsync.transport.awake_clock import Awake
+from gradsync.transport.awake_clock import AwakeClock
 
 _HOLD_S = 1.0  # a rank that failed lives on this long, so that peers can read what it sent before
 _ANSWER_S = 5.0  # for the rest of an answer, when its rank has ended
@@ -134,7 +134,7 @@ class RankPool:
 
     def _collect(self, workers: list[_Worker], timeout: float) -> list[RankOutcome]:
         """Wait for all; once one failed the others get a while to fail by themselves."""
-        bound = Awake(timeout)
+        bound = AwakeClock(timeout)
         outcomes: dict[int, RankOutcome] = {}
         while len(outcomes) < len(workers) and (left := bound.left()) > 0:
             pending = [rank for rank in range(len(workers)) if rank not in outcomes]
@@ -226,7 +226,7 @@ class _Worker:
         """Every thread's Python stack, written by the process itself on SIGUSR1."""
         with suppress(ProcessLookupError):  # a fork server has seen it end before we could
             os.kill(self.pid, signal.SIGUSR1)
-        bound = Awake(2)
+        bound = AwakeClock(2)
         while not bound.over():
             if self._stacks.exists() and self._stacks.stat().st_size > 0:
                 time.sleep(0.1)

@@ -17,7 +17,7 @@ import torch
 from gradsync.exchange.routes import SharedRoute
 from gradsync.probe.probe_group import ProbeGroup
 from gradsync.transport.groups import BRIDGE, HOUSE
-from gradsync.transport.pending import Errand
+from gradsync.transport.pending import LaneTask
 from gradsync.transport.shared_memory import Team
 
 _FITTED = (64, *(1024 * 4**power for power in range(8)))  # up to 16 MB
@@ -178,7 +178,7 @@ def call(group: ProbeGroup, caller: Caller, nbytes: int, times: int) -> list[flo
     return seconds
 
 
-def start(group: ProbeGroup, caller: Caller, nbytes: int, times: int, seconds: list[float]) -> Errand:
+def start(group: ProbeGroup, caller: Caller, nbytes: int, times: int, seconds: list[float]) -> LaneTask:
     """Have the lane's thread make these calls, and put down what each took.
 
     Before them goes a load that is not timed: the first call is never like the others, and where a token bucket lets

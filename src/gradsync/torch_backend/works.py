@@ -27,9 +27,9 @@ from torch.autograd import Variable
 
 from gradsync.errors import SyncTimeout
 from gradsync.torch_backend.collectives import TeamOperation, TeamQueue
-from gradsync.transport.awake_clock import Awake
+from gradsync.transport.awake_clock import AwakeClock
 from gradsync.transport.lane_thread import LaneThread
-from gradsync.transport.pending import Errand
+from gradsync.transport.pending import LaneTask
 
 NO_TIMEOUT = timedelta(0)
 _SLICE_S = 0.1
@@ -149,7 +149,7 @@ class SharedWork(dist.Work):
 
     def _wait_for_settler(self, limit: float) -> None:
         """Have the lock: somebody else settles it, who looks after the peers, perhaps with a longer bound."""
-        bound, lane = Awake(limit - _SLICE_S), self._queue.lane
+        bound, lane = AwakeClock(limit - _SLICE_S), self._queue.lane
         while not self._lock.acquire(timeout=_SLICE_S):
             if bound.over():
                 what = self._calls[0].what
@@ -271,7 +271,7 @@ class Completer:
         if threading.get_ident() == self._thread or work.is_completed():
             work.complete()
             return
-        self._lane_thread.take(Errand(lambda: self._complete(work), "a future", 0, -1))
+        self._lane_thread.take(LaneTask(lambda: self._complete(work), "a future", 0, -1))
         task = torch._C._current_graph_task_id()
         if task == -1:
             return

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from gradsync.transport.awake_clock import Awake
+from gradsync.transport.awake_clock import AwakeClock
 from gradsync.transport.groups import Groups
 from gradsync.transport.heartbeat import Phase
 from gradsync.transport.lane_thread import LaneThread
@@ -59,7 +59,7 @@ def let_go(abandoned: AbandonedLane, timeout: float) -> None:
     alive = abandoned.groups.size > 1 and abandoned.liveness.state.phase < Phase.FAILED
     if os.getpid() == abandoned.pid and alive:
         abandoned.handed_over = True
-        bound = Awake(timeout)
+        bound = AwakeClock(timeout)
         liveness = abandoned.liveness
         liveness.orphan(lambda: bound.over() or (abandoned.at_rest and not liveness.is_ahead()), abandoned.wind_up)
 

@@ -19,7 +19,7 @@ import time
 MOST_S = 1.0  # that may pass between two looks
 
 
-class Awake:
+class AwakeClock:
     """A bound in seconds of time awake, counted from now; look at it several times a second."""
 
     def __init__(self, seconds: float = float("inf"), before: float = 0.0) -> None:

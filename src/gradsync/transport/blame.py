@@ -22,7 +22,7 @@ from gradsync.transport.heartbeat import Phase, RankState
 _GAVE_UP = (Phase.FAILED, Phase.LOST_PEER)
 
 
-class Sight(NamedTuple):
+class PeerView(NamedTuple):
     """One peer, as it was seen just now."""
 
     state: RankState
@@ -44,29 +44,29 @@ class Sight(NamedTuple):
         return self.state.phase == Phase.LEFT or self.state.phase in _GAVE_UP or self.state.step > step
 
 
-Sights = Mapping[int, Sight]
+PeerViews = Mapping[int, PeerView]
 
 
-def lost(sights: Sights, step: int) -> list[int]:
+def lost(views: PeerViews, step: int) -> list[int]:
     """Ranks that died or fell silent in the midst of this step, or before it."""
-    return [rank for rank, sight in sights.items() if sight.gone and not sight.excused(step)]
+    return [rank for rank, view in views.items() if view.gone and not view.excused(step)]
 
 
-def stopped(sights: Sights) -> list[int]:
+def stopped(views: PeerViews) -> list[int]:
     """Ranks that take part no more."""
-    return [rank for rank, sight in sights.items() if sight.stopped]
+    return [rank for rank, view in views.items() if view.stopped]
 
 
-def late(sights: Sights, step: int) -> list[int]:
+def late(views: PeerViews, step: int) -> list[int]:
     """Ranks that do not wait in this step as we do, and those that stopped."""
     here = (step, Phase.WAITING)
-    return [rank for rank, (state, *_) in sights.items() if (state.step, state.phase) != here and state.step <= step]
+    return [rank for rank, (state, *_) in views.items() if (state.step, state.phase) != here and state.step <= step]
 
 
-def blame(sights: Sights, suspects: Iterable[int], step: int) -> tuple[list[int], list[int]]:
+def blame(views: PeerViews, suspects: Iterable[int], step: int) -> tuple[list[int], list[int]]:
     """Follow what the suspects report: the guilty, and those who are excused unless nobody is guilty.
 
-    The guilty may include this rank itself, which has no sight of its own.
+    The guilty may include this rank itself, which has no view of its own.
     """
     guilty, excused, seen = set[int](), set[int](), set[int]()
     open_ = list(suspects)
@@ -75,49 +75,49 @@ def blame(sights: Sights, suspects: Iterable[int], step: int) -> tuple[list[int]
         if rank in seen:
             continue
         seen.add(rank)
-        sight = sights.get(rank)
-        if sight is not None and sight.state.phase in _GAVE_UP and sight.state.culprits:
-            open_ += [culprit for culprit in sight.state.culprits if 0 <= culprit <= len(sights)]
-        elif sight is not None and sight.excused(step):
+        view = views.get(rank)
+        if view is not None and view.state.phase in _GAVE_UP and view.state.culprits:
+            open_ += [culprit for culprit in view.state.culprits if 0 <= culprit <= len(views)]
+        elif view is not None and view.excused(step):
             excused.add(rank)
         else:
             guilty.add(rank)
     return sorted(guilty), sorted(excused)
 
 
-def is_lost(sights: Sights, rank: int) -> bool:
+def is_lost(views: PeerViews, rank: int) -> bool:
     """Whether the rank will never come, as opposed to: it is late."""
-    sight = sights.get(rank)
-    reported = any(s.state.phase == Phase.LOST_PEER and rank in s.state.culprits for s in sights.values())
-    return reported or (sight is not None and sight.stopped)
+    view = views.get(rank)
+    reported = any(s.state.phase == Phase.LOST_PEER and rank in s.state.culprits for s in views.values())
+    return reported or (view is not None and view.stopped)
 
 
-def way_out(sights: Sights, ranks: Iterable[int]) -> str:
+def way_out(views: PeerViews, ranks: Iterable[int]) -> str:
     """What to do when these ranks take part no more: who ended in good order has no batches left, most likely."""
-    if all(rank in sights and sights[rank].state.phase == Phase.LEFT for rank in ranks):
+    if all(rank in views and views[rank].state.phase == Phase.LEFT for rank in ranks):
         return f"It ended by itself: {JOIN}. Otherwise see its own log; a restart alone would end at the same place"
     return (
         "Exit with an error and let the launcher restart all ranks (torchrun --max-restarts) from the last checkpoint"
     )
 
 
-def account(sight: Sight, name: str, pid: int | None, lost: bool) -> str:
+def describe_peer(view: PeerView, name: str, pid: int | None, lost: bool) -> str:
     """What became of one rank, as part of a sentence."""
-    state = sight.state
+    state = view.state
     who = f"{name} (pid {pid})" if pid is not None else name
     if state.phase in _GAVE_UP:
         return f"{who} failed in step {state.step}"
     if state.phase == Phase.LEFT:
-        return f"{who} {'ended' if sight.dead else 'left'} in step {state.step}"
-    if sight.dead:
+        return f"{who} {'ended' if view.dead else 'left'} in step {state.step}"
+    if view.dead:
         return f"{who} died in step {state.step}"
     if lost:
         # Of a process of this host the kernel would know: see [Late is not dead] in `liveness`.
         perhaps = "" if pid is not None else " (if only its interpreter was held, allow gs.Guard(dead_after=seconds))"
         return f"{who} gives no sign of life{perhaps}, last seen {state.phase} in step {state.step}"
-    if sight.held_s:
+    if view.held_s:
         return (
-            f"{who} is alive but its interpreter has been held for {sight.held_s:.0f} s (by a C function that does not "
+            f"{who} is alive but its interpreter has been held for {view.held_s:.0f} s (by a C function that does not "
             f"release it), last seen {state.phase} in step {state.step}"
         )
     return f"{who} is alive but still {state.phase} in step {state.step}"

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from gradsync.cluster import Hosts
 from gradsync.errors import GradSyncError, PeerLost, SyncTimeout, listed, place
-from gradsync.transport.awake_clock import Awake
+from gradsync.transport.awake_clock import AwakeClock
 from gradsync.transport.connecting import Attempt
 from gradsync.transport.groups import Groups, fresh_prefix, give_prefix_back
 from gradsync.transport.heartbeat import Heartbeat, RankState, encode
@@ -58,11 +58,11 @@ def kernel_identity() -> str:
 
 
 _CARD = struct.Struct("<32s32sqq16s")  # host, kernel, pid, fd, nonce
-_CARDS, _SIGHTS, _BEATS = "card", "sight", "beat"
+_CARDS, _SIGHTS, _BEATS = "card", "view", "beat"
 
 
 class GroupMeeting:
-    """Whom we met, the mailbox if anybody is out of sight, and who shares a host; filled in while `hold` runs."""
+    """Whom we met, the mailbox if anybody is out of view, and who shares a host; filled in while `hold` runs."""
 
     def __init__(self, groups: Groups, page: Heartbeat, own: Callable[[], RankState]) -> None:
         self.peers: dict[int, Peer] = {}  # by index in the group; replaced, never changed: another thread reads it
@@ -80,7 +80,7 @@ class GroupMeeting:
         try:
             store = fresh_prefix(meeting_place, ranks, rank)
             try:
-                self._hold(store, attempt, Awake(patience))
+                self._hold(store, attempt, AwakeClock(patience))
             except BaseException:
                 if self.absent:
                     store.delete_key(_key(_CARDS, groups.rank))
@@ -104,7 +104,7 @@ class GroupMeeting:
             absent,
         )
 
-    def _hold(self, store: Store, attempt: Attempt[Any], bound: Awake) -> None:
+    def _hold(self, store: Store, attempt: Attempt[Any], bound: AwakeClock) -> None:
         groups = self._groups
         host, kernel = (sha256(identity().encode()).digest() for identity in (host_identity, kernel_identity))
         mine = _CARD.pack(host, kernel, os.getpid(), self._heartbeat.fd, self._heartbeat.nonce)
@@ -133,8 +133,8 @@ class GroupMeeting:
             self._write_home(store, remote)
         self._compare_sights(store, attempt, bound, cards)
 
-    def _compare_sights(self, store: Store, attempt: Attempt[Any], bound: Awake, cards: dict[int, bytes]) -> None:
-        """Sight may be one-sided: who is out of sight for anybody must write to the store.
+    def _compare_sights(self, store: Store, attempt: Attempt[Any], bound: AwakeClock, cards: dict[int, bytes]) -> None:
+        """PeerView may be one-sided: who is out of view for anybody must write to the store.
 
         This also keeps every page open until everybody has looked.
         """
@@ -162,7 +162,7 @@ class GroupMeeting:
         store: Store,
         kind: str,
         attempt: Attempt[Any],
-        bound: Awake,
+        bound: AwakeClock,
         see: Callable[[int, bytes], None],
         check: Callable[[], None] = lambda: None,
     ) -> None:
@@ -183,7 +183,7 @@ class GroupMeeting:
                 self._check(missing, kind, bound)
                 pause()
 
-    def _check(self, missing: list[int], kind: str, bound: Awake) -> None:
+    def _check(self, missing: list[int], kind: str, bound: AwakeClock) -> None:
         """Raise when nobody needs to wait for these any more."""
         groups = self._groups
         ranks, where = [groups.ranks[rank] for rank in missing], place(groups.ranks[groups.rank], groups.size)

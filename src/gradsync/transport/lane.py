@@ -28,7 +28,7 @@ from gradsync.transport.connecting import Attempt
 from gradsync.transport.groups import Groups, group_of
 from gradsync.transport.lane_thread import LaneThread
 from gradsync.transport.liveness import Liveness
-from gradsync.transport.pending import Collective, Errand, Notice, Pending
+from gradsync.transport.pending import BoardMessage, Collective, LaneTask, Pending
 from gradsync.transport.session import Session
 from gradsync.transport.shared_memory import Team
 from gradsync.transport.waiting import LaneWait
@@ -78,7 +78,7 @@ class Lane:
         self._under_way: deque[Pending] = deque()  # oldest first: an error names the first bucket among them
         self._joining = threading.Lock()  # a thread of the exchange launches too
         self._lane_threads = [LaneThread()]
-        self._notice: Notice | None = None  # the last one
+        self._last_message: BoardMessage | None = None  # the last one
         self._within_hosts: list[Team] = []  # our team, where there is one
         self._boards: Team | None = None  # by whose boards messages to all go: one must be read before the next
         self._wait = LaneWait(session, guard.warn_after, self._under_way, self._within_hosts, more_time)
@@ -205,25 +205,25 @@ class Lane:
             self._under_way.append(pending)
         return pending
 
-    def send(self, run: Callable[[], None], what: str, nbytes: int, bucket: int = -1) -> Errand:
+    def send(self, run: Callable[[], None], what: str, nbytes: int, bucket: int = -1) -> LaneTask:
         """Have the lane's thread do it, after all it was asked for before."""
-        errand = Errand(run, what, nbytes, bucket)
-        self.follow(errand)
-        self._lane_threads[0].take(errand)
-        return errand
+        task = LaneTask(run, what, nbytes, bucket)
+        self.follow(task)
+        self._lane_threads[0].take(task)
+        return task
 
     def hire(self) -> LaneThread:
-        """One more thread for errands, which ends with the lane."""
+        """One more thread for tasks, which ends with the lane."""
         self._lane_threads.append(LaneThread())
         return self._lane_threads[-1]
 
     def tell_all(self, row: torch.Tensor, rows: torch.Tensor, what: str) -> Pending:
         """Start filling `rows` with every rank's `row`, by the fastest way there is."""
         if self._boards is not None and self._boards.fits(row):
-            if self._notice is not None:
-                self.wait(self._notice)  # the boards hold one message: who sends the next has read the last
-            self._notice = Notice(self._boards, row, rows, what)
-            return self.follow(self._notice)
+            if self._last_message is not None:
+                self.wait(self._last_message)  # the boards hold one message: who sends the next has read the last
+            self._last_message = BoardMessage(self._boards, row, rows, what)
+            return self.follow(self._last_message)
         return self.launch(lambda: self.groups.control.gather(rows, row), what, row.numel())
 
     def tell_several_at_once(self) -> None:

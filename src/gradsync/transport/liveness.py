@@ -30,8 +30,8 @@ from collections.abc import Callable
 from gradsync.cluster import Hosts
 from gradsync.errors import SyncTimeout
 from gradsync.plan.guard import Guard
-from gradsync.transport.awake_clock import Awake
-from gradsync.transport.blame import Sight, blame, lost, stopped
+from gradsync.transport.awake_clock import AwakeClock
+from gradsync.transport.blame import PeerView, blame, lost, stopped
 from gradsync.transport.connecting import Attempt
 from gradsync.transport.groups import Groups
 from gradsync.transport.heartbeat import INITIAL, OwnHeartbeat, Phase, RankState
@@ -105,7 +105,7 @@ class Liveness:
         """Say where this rank is, and that soon, if it is no more in its steps."""
         self.heartbeat.at(step, phase, bucket, culprits)
         if self._mailbox is not None and phase >= Phase.FAILED:
-            self._mailbox.hurry()
+            self._mailbox.tell_at_once()
 
     # What this rank sees
 
@@ -115,25 +115,25 @@ class Liveness:
         if self._mailbox is not None:
             self._mailbox.watch(waiting)
 
-    def sights(self) -> dict[int, Sight]:
+    def peer_views(self) -> dict[int, PeerView]:
         """Every other rank, as it is just now."""
         return self._look(self._guard.dead_after)
 
-    def investigate(self) -> tuple[list[int], dict[int, Sight]]:
+    def investigate(self) -> tuple[list[int], dict[int, PeerView]]:
         """After the transport failed: wait a moment for the facts, then say whose fault it was, and what was seen."""
         self.watch(True)
         if self._mailbox is not None:
-            self._mailbox.hurry()
-        clock = Awake()
+            self._mailbox.tell_at_once()
+        clock = AwakeClock()
         while (waited := clock.look()) < _REPORT_S:
-            sights = self.sights()
-            guilty, excused = blame(sights, stopped(sights), self.state.step)
-            if culprits := lost(sights, self.state.step) or guilty or (excused if waited >= _QUIET_S else []):
-                return culprits, sights
+            views = self.peer_views()
+            guilty, excused = blame(views, stopped(views), self.state.step)
+            if culprits := lost(views, self.state.step) or guilty or (excused if waited >= _QUIET_S else []):
+                return culprits, views
             time.sleep(0.02)
         # Nobody is known to be gone: the remote rank that stayed silent all this time is the best guess.
-        sights = self._look(_QUIET_S)
-        return lost(sights, self.state.step), sights
+        views = self._look(_QUIET_S)
+        return lost(views, self.state.step), views
 
     def pid(self, rank: int) -> int | None:
         """The process of a rank of this host."""
@@ -169,7 +169,7 @@ class Liveness:
 
     def is_ahead(self) -> bool:
         """Whether a rank that lives has not come as far as this one, and may still need it."""
-        return any(not sight.stopped and sight.state.step < self.state.step for sight in self.sights().values())
+        return any(not view.stopped and view.state.step < self.state.step for view in self.peer_views().values())
 
     def _leave(self) -> None:
         if self.state.phase not in (Phase.FAILED, Phase.LOST_PEER):
@@ -185,8 +185,8 @@ class Liveness:
         if not keeps or self.state.phase != Phase.LOST_PEER or threading.current_thread() is self._thread:
             return
         self.watch(True)
-        bound = Awake(_REPORT_S)
-        while not bound.over() and not all(sight.stopped for sight in self.sights().values()):
+        bound = AwakeClock(_REPORT_S)
+        while not bound.over() and not all(view.stopped for view in self.peer_views().values()):
             time.sleep(0.02)
 
     def _finish(self) -> None:
@@ -198,18 +198,18 @@ class Liveness:
             peer.close()
         self.heartbeat.close()
 
-    def _look(self, remote_silent_after: float) -> dict[int, Sight]:
+    def _look(self, remote_silent_after: float) -> dict[int, PeerView]:
         """Every other rank as it is just now, with a bound for those whose death nobody here can see."""
         if self._closed:
             return {}
         keeper = self._store_keeper() if self._mailbox and self._mailbox.mute_s >= remote_silent_after else None
-        sights = {}
+        views = {}
         for rank, peer in self._peers.items():
             silent_after = remote_silent_after if isinstance(peer, RemotePeer) else self._guard.dead_after
             silent = peer.silent_s >= silent_after
             held_s = peer.silent_s if silent and peer.runs() else 0.0
-            sights[rank] = Sight(peer.look(), peer.dead(), (silent and not held_s) or rank == keeper, held_s)
-        return sights
+            views[rank] = PeerView(peer.look(), peer.dead(), (silent and not held_s) or rank == keeper, held_s)
+        return views
 
     def _speak_for_the_held(self, mailbox: Mailbox) -> None:
         """Leave word in the store for ranks of this host that run though they are silent: see [Late is not dead]."""
@@ -225,7 +225,7 @@ class Liveness:
         return rank if isinstance(self._peers.get(rank), RemotePeer) else None
 
     def _beat(self) -> None:
-        clock = Awake()
+        clock = AwakeClock()
         while not self._stop.wait(_TICK_S):
             if self._orphaned and self._may_end():
                 break

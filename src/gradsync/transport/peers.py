@@ -127,7 +127,7 @@ class Mailbox:
         """A rank of this host cannot post, though its process runs: leave word in its place, in the next turn."""
         self._words[rank] = state
 
-    def hurry(self) -> None:
+    def tell_at_once(self) -> None:
         """Do not wait for the next turn: there is news."""
         self._wake.set()
 

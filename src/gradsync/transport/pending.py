@@ -3,9 +3,9 @@
     Collective  a backend's own, on its threads or streams
     ByWorker    an operation in shared memory, a sum say, by the team's worker
     ByCaller    an operation in shared memory, done by whoever waits for it
-    Notice      a message from each to all on the team's boards
+    BoardMessage  a message from each to all on the team's boards
     Promise     what a thread of ours will finish: a bucket's whole journey, say
-    Errand      a Python function on the lane's thread
+    LaneTask      a Python function on the lane's thread
     OnStream    messages between GPUs, on a stream of their own
 
 `landed(slice_s)` waits for at most a slice and tells whether it has ended; `settle()` then raises what went
@@ -130,7 +130,7 @@ class ByCaller(_TeamPending):
         return self._team.advance(self._stream, self._op, slice_s)
 
 
-class Notice(_TeamPending):
+class BoardMessage(_TeamPending):
     """Every rank's row on the boards."""
 
     def __init__(self, team: Team, row: torch.Tensor, rows: torch.Tensor, what: str) -> None:
@@ -174,7 +174,7 @@ class Promise(Pending):
         self._after()
 
 
-class Errand(Promise):
+class LaneTask(Promise):
     """A function that the lane's thread runs in its turn."""
 
     def __init__(self, run: Callable[[], None], what: str, nbytes: int, bucket: int) -> None:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from gradsync.errors import BackwardAborted, Disagreement, GradSyncError, NonFinite, PeerFault, listed, place
-from gradsync.transport.blame import Sights, account, is_lost
+from gradsync.transport.blame import PeerViews, describe_peer, is_lost
 from gradsync.transport.groups import Groups
 from gradsync.transport.heartbeat import Phase, RankState
 from gradsync.transport.liveness import Liveness
@@ -103,12 +103,12 @@ class Session(Position):
     def global_ranks(self, ranks: list[int]) -> list[int]:
         return [self.groups.ranks[rank] for rank in ranks]
 
-    def accounts(self, sights: Sights, ranks: list[int]) -> str:
-        """What became of these ranks, of whom we have a sight."""
+    def describe_peers(self, views: PeerViews, ranks: list[int]) -> str:
+        """What became of these ranks, of whom we have a view."""
         return "; ".join(
-            account(sights[rank], listed(self.global_ranks([rank])), self.liveness.pid(rank), is_lost(sights, rank))
+            describe_peer(views[rank], listed(self.global_ranks([rank])), self.liveness.pid(rank), is_lost(views, rank))
             for rank in ranks
-            if rank in sights
+            if rank in views
         )
 
     # The end

@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from typing import Generic, NoReturn, TypeVar
 
 from gradsync.errors import JOIN, PeerLost, SyncTimeout, listed
-from gradsync.transport.awake_clock import Awake
-from gradsync.transport.blame import Sights, blame, is_lost, late, lost, stopped, way_out
+from gradsync.transport.awake_clock import AwakeClock
+from gradsync.transport.blame import PeerViews, blame, is_lost, late, lost, stopped, way_out
 from gradsync.transport.heartbeat import Phase
 from gradsync.transport.pending import Pending
 from gradsync.transport.session import Session
@@ -48,28 +48,28 @@ class BoundedWait(ABC, Generic[Awaited]):
         if landed(_SLICE_S):  # as nearly all do: then nobody was looked at
             return
         liveness.watch(True)
-        clock, stopped_at, warned = Awake(before=_SLICE_S), None, False
+        clock, stopped_at, warned = AwakeClock(before=_SLICE_S), None, False
         while True:
             self.between_slices(awaited)
-            waited, sights = clock.look(), liveness.sights()
-            if culprits := lost(sights, self.step):
-                self.lose(culprits, sights, awaited)
-            if suspects := stopped(sights):
+            waited, views = clock.look(), liveness.peer_views()
+            if culprits := lost(views, self.step):
+                self.lose(culprits, views, awaited)
+            if suspects := stopped(views):
                 stopped_at = waited if stopped_at is None else stopped_at
                 if waited - stopped_at >= _GRACE_S:
-                    self.lose(self.blamed(sights, suspects), sights, awaited)
+                    self.lose(self.blamed(views, suspects), views, awaited)
             if waited >= timeout:
-                self.lose_patience(sights, awaited, waited)
+                self.lose_patience(views, awaited, waited)
             if not warned and waited >= self._warn_after:
                 warned = True
-                self.warn(sights, awaited, waited)
+                self.warn(views, awaited, waited)
             if landed(_SLICE_S):
                 break
         liveness.watch(False)
 
-    def blamed(self, sights: Sights, suspects: list[int]) -> list[int]:
+    def blamed(self, views: PeerViews, suspects: list[int]) -> list[int]:
         """Whom the suspects hold responsible, or else themselves."""
-        guilty, excused = blame(sights, suspects, self.step)
+        guilty, excused = blame(views, suspects, self.step)
         return guilty or excused
 
     @property
@@ -81,15 +81,15 @@ class BoundedWait(ABC, Generic[Awaited]):
         """Raise what else ends such a wait."""
 
     @abstractmethod
-    def lose(self, culprits: list[int], sights: Sights, awaited: Awaited) -> NoReturn:
+    def lose(self, culprits: list[int], views: PeerViews, awaited: Awaited) -> NoReturn:
         """Give up because of ranks that take part no more."""
 
     @abstractmethod
-    def lose_patience(self, sights: Sights, awaited: Awaited, waited: float) -> NoReturn:
+    def lose_patience(self, views: PeerViews, awaited: Awaited, waited: float) -> NoReturn:
         """Give up because the time is over."""
 
     @abstractmethod
-    def warn(self, sights: Sights, awaited: Awaited, waited: float) -> None:
+    def warn(self, views: PeerViews, awaited: Awaited, waited: float) -> None:
         """Tell that it takes long."""
 
 
@@ -124,28 +124,28 @@ class LaneWait(BoundedWait[Pending]):
     def fail(self, what: str, bucket: int, error: RuntimeError) -> NoReturn:
         """The transport reported an error: it closes a connection, but does not say whose."""
         self._session.at(Phase.WAITING, bucket)
-        culprits, sights = self._session.liveness.investigate()
-        self._give_up(culprits, sights, what, bucket, error=error)
+        culprits, views = self._session.liveness.investigate()
+        self._give_up(culprits, views, what, bucket, error=error)
 
     def name_lost(self, what: str, error: RuntimeError) -> None:
         """Others' collective failed: raise `PeerLost` if a rank is gone, else return, after two seconds at most."""
-        culprits, sights = self._session.liveness.investigate()
-        gone = [rank for rank in culprits if rank in sights and sights[rank].gone]
-        if any(sights[rank].state.phase != Phase.LEFT for rank in gone):
-            self._give_up(gone, sights, what, -1, error=error)
+        culprits, views = self._session.liveness.investigate()
+        gone = [rank for rank in culprits if rank in views and views[rank].gone]
+        if any(views[rank].state.phase != Phase.LEFT for rank in gone):
+            self._give_up(gone, views, what, -1, error=error)
 
-    def lose(self, culprits: list[int], sights: Sights, awaited: Pending) -> NoReturn:
-        self._give_up(culprits, sights, awaited.what, awaited.bucket)
+    def lose(self, culprits: list[int], views: PeerViews, awaited: Pending) -> NoReturn:
+        self._give_up(culprits, views, awaited.what, awaited.bucket)
 
-    def lose_patience(self, sights: Sights, awaited: Pending, waited: float) -> NoReturn:
-        culprits = self.blamed(sights, late(sights, self.step))
-        self._give_up(culprits, sights, awaited.what, awaited.bucket, waited=waited)
+    def lose_patience(self, views: PeerViews, awaited: Pending, waited: float) -> NoReturn:
+        culprits = self.blamed(views, late(views, self.step))
+        self._give_up(culprits, views, awaited.what, awaited.bucket, waited=waited)
 
-    def warn(self, sights: Sights, awaited: Pending, waited: float) -> None:
+    def warn(self, views: PeerViews, awaited: Pending, waited: float) -> None:
         session = self._session
         bucket, what = self._stuck(awaited.what, awaited.bucket)
-        blamed = self.blamed(sights, late(sights, self.step))
-        who = session.accounts(sights, blamed) or "every rank is here"
+        blamed = self.blamed(views, late(views, self.step))
+        who = session.describe_peers(views, blamed) or "every rank is here"
         if absent := session.liveness.absent:
             blamed, who = absent, f"{listed(session.global_ranks(absent))} did not come yet"
         text = f"{session.place(bucket)} has waited {waited:.0f} s for {what}: {who}"
@@ -155,7 +155,7 @@ class LaneWait(BoundedWait[Pending]):
     def _give_up(
         self,
         culprits: list[int],
-        sights: Sights,
+        views: PeerViews,
         what: str,
         bucket: int,
         waited: float = 0.0,
@@ -164,16 +164,16 @@ class LaneWait(BoundedWait[Pending]):
         """Say so, then raise what fits."""
         session = self._session
         others = [rank for rank in culprits if rank != session.groups.rank]
-        missing = any(is_lost(sights, rank) for rank in others)
+        missing = any(is_lost(views, rank) for rank in others)
         session.fail(tuple(culprits), lost=missing)
         for team in self._within_hosts:
             team.abandon()
         bucket, name = self._stuck(what, bucket)
         session.got_stuck(bucket)
-        here, who = session.place(bucket), session.accounts(sights, others)
+        here, who = session.place(bucket), session.describe_peers(views, others)
         if missing:
             raise PeerLost(
-                f"{here} {who}, while this rank was in {name}. The step cannot be completed. {way_out(sights, others)}",
+                f"{here} {who}, while this rank was in {name}. The step cannot be completed. {way_out(views, others)}",
                 session.global_ranks(others),
             ) from error
         took = f"waited {waited:.1f} s for {name}" if waited else f"waited for {name}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from gradsync.cli.shared import BadInput
 from gradsync.report.live.feed import FeedReader, FeedUpdate
 from gradsync.report.wording import printable
-from gradsync.transport.awake_clock import Awake
+from gradsync.transport.awake_clock import AwakeClock
 from gradsync.units import show_seconds
 
 _LOOK_S = 0.5
@@ -22,7 +22,7 @@ def await_run(
     """A reader of the run, and its first news; `BadInput` if none begins in time."""
     reader = FeedReader(folder)
     said = False
-    bound = Awake(patience_s)
+    bound = AwakeClock(patience_s)
     while True:
         try:
             return reader, reader.look()

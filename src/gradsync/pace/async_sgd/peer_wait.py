@@ -14,7 +14,7 @@ from typing import NamedTuple, NoReturn
 
 from gradsync.errors import GradSyncError, PeerLost, SyncTimeout, listed
 from gradsync.pace.async_sgd.mail import Failure
-from gradsync.transport.blame import Sights
+from gradsync.transport.blame import PeerViews
 from gradsync.transport.heartbeat import Phase
 from gradsync.transport.lane import Lane
 from gradsync.transport.waiting import BoundedWait, first_line
@@ -68,9 +68,9 @@ class PeerWait(BoundedWait[_Awaited]):
                 "optimizer must take a step without a closure, from dense gradients"
             ) from error
         self._session.at(Phase.WAITING)
-        culprits, sights = self._session.liveness.investigate()
+        culprits, views = self._session.liveness.investigate()
         if culprits:
-            self._raise_lost(culprits, sights, what, error)
+            self._raise_lost(culprits, views, what, error)
         self._session.fail()
         raise GradSyncError(
             f"{here} the transport failed in {what} ({first_line(error)}), though every rank is alive. Look at the "
@@ -80,17 +80,17 @@ class PeerWait(BoundedWait[_Awaited]):
     def between_slices(self, awaited: _Awaited) -> None:
         self.check(awaited.what)
 
-    def lose(self, culprits: list[int], sights: Sights, awaited: _Awaited) -> NoReturn:
-        self._raise_lost(culprits, sights, awaited.what)
+    def lose(self, culprits: list[int], views: PeerViews, awaited: _Awaited) -> NoReturn:
+        self._raise_lost(culprits, views, awaited.what)
 
-    def warn(self, sights: Sights, awaited: _Awaited, waited: float) -> None:
-        who = self._session.accounts(sights, awaited.stragglers()) or "every rank is here"
+    def warn(self, views: PeerViews, awaited: _Awaited, waited: float) -> None:
+        who = self._session.describe_peers(views, awaited.stragglers()) or "every rank is here"
         warnings.warn(f"{self._session.place()} has waited {waited:.0f} s for {awaited.what}: {who}", stacklevel=5)
 
-    def lose_patience(self, sights: Sights, awaited: _Awaited, waited: float) -> NoReturn:
-        others = [rank for rank in awaited.stragglers() if rank in sights]
+    def lose_patience(self, views: PeerViews, awaited: _Awaited, waited: float) -> NoReturn:
+        others = [rank for rank in awaited.stragglers() if rank in views]
         self._session.fail(tuple(others))
-        who = self._session.accounts(sights, others) or "every rank is here, but no answer arrives"
+        who = self._session.describe_peers(views, others) or "every rank is here, but no answer arrives"
         raise SyncTimeout(
             f"{self._session.place()} waited {waited:.1f} s for {awaited.what}: {who}. Look at what that rank does "
             "there, have it call sync.drain() when it has no more data, or allow more time with "
@@ -98,7 +98,7 @@ class PeerWait(BoundedWait[_Awaited]):
             self._session.global_ranks(others),
         )
 
-    def _raise_lost(self, culprits: list[int], sights: Sights, what: str, error: Exception | None = None) -> NoReturn:
+    def _raise_lost(self, culprits: list[int], views: PeerViews, what: str, error: Exception | None = None) -> NoReturn:
         session = self._session
         ranks = session.global_ranks(culprits)
         if session.groups.rank in culprits:
@@ -111,8 +111,8 @@ class PeerWait(BoundedWait[_Awaited]):
         session.fail(tuple(culprits), lost=True)
         shards = "; ".join(f"{listed(session.global_ranks([rank]))} kept {self._shard(rank)}" for rank in culprits)
         raise PeerLost(
-            f"{session.place()} {session.accounts(sights, culprits)}, while this rank was in {what}; {shards}, which "
-            "no other rank holds. Exit with an error and let the launcher restart all ranks (torchrun "
+            f"{session.place()} {session.describe_peers(views, culprits)}, while this rank was in {what}; {shards}, "
+            "which no other rank holds. Exit with an error and let the launcher restart all ranks (torchrun "
             "--max-restarts) from the last checkpoint",
             ranks,
         ) from error
