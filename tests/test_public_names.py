@@ -19,7 +19,7 @@ def test_dir_shows_what_is_public_and_nothing_else() -> None:
 
 def test_folders_behind_it_can_be_imported_all_the_same() -> None:
     assert importlib.import_module("gradsync.algorithms.ring").ring is gs.ring
-    assert importlib.import_module("gradsync.plan.plan").Plan is gs.Plan
+    assert importlib.import_module("gradsync.plan.sync_plan").Plan is gs.Plan
 
 
 def test_no_folder_bears_a_name_like_a_functions() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
+from gradsync import svg
 from pace import clock
 from pace.arms import ARMS, LINK
+from slow_link.arm_colors import page
 from slow_link.store import Results
-from slow_link.svg import page
 from slow_link.target import Curve, Run, mean_curve
 
 # All in px.
@@ -36,7 +36,7 @@ def picture(results: Results) -> str:
     key = _key([name for name in ARMS if name in by_arm], width - _KEY)
     title = f"loss on held-out text: {task}, mean of {_num_seeds(arms)} seeds"
     height = _TOP + max(_HEIGHT, _LINE * len(by_arm)) + _FOOT
-    return page(width, height, title, 16, [*drawn, *key])
+    return page(width, height, title, [*drawn, *key])
 
 
 def _low(by_arm: dict[str, Curve]) -> dict[str, Curve]:
@@ -52,48 +52,25 @@ def _num_seeds(arms: dict[str, list[Run]]) -> str:
 
 def _panel(column: int, title: str, factors: dict[str, float], label: Label, by_arm: dict[str, Curve]) -> Iterator[str]:
     left = _LEFT + column * (_PANEL + _GAP)
-    yield f'<text x="{left}" y="{_TOP - 12}">{title}</text>'
+    yield svg.text("", left, _TOP - 12, title)
     curves = {arm: clock.scaled(curve, factors[arm]) for arm, curve in by_arm.items() if factors[arm] > 0}
     if not curves:
         return
     losses = [loss for curve in by_arm.values() for _, loss in curve]
     xs = [x for curve in curves.values() for x, _ in curve]
-    axes = _Axes(left, min(xs), max(xs), math.floor(10 * min(losses)), math.ceil(10 * max(losses)))
-    yield from axes.grid(label)
+    plot = svg.Plot(left, _TOP, _PANEL, _HEIGHT, min(xs), max(xs))
+    # A tenth of a nat is a line of the grid.
+    low, high = math.floor(10 * min(losses)), math.ceil(10 * max(losses))
+
+    def y(loss: float) -> float:
+        return plot.top + plot.height * (high - 10 * loss) / ((high - low) or 1)
+
+    tenths = range(low, high + 1, max(1, (high - low) // 8))
+    rows = [(y(tenth / 10), f"{tenth / 10:.1f}") for tenth in tenths]
+    yield from plot.grid(rows, [(value, label(value)) for value in _ticks(plot.low, plot.high)])
     for arm, curve in curves.items():
-        yield f'<path {_look(arm)} d="{axes.path(curve)}"><title>{arm}</title></path>'
-
-
-@dataclass(frozen=True)
-class _Axes:
-    """From something (logarithmic) and loss, in tenths of a nat, to px."""
-
-    left: float
-    begin: float
-    end: float
-    low: int
-    high: int
-
-    def x(self, value: float) -> float:
-        span = math.log(self.end / self.begin) or 1
-        return self.left + _PANEL * math.log(value / self.begin) / span
-
-    def y(self, loss: float) -> float:
-        return _TOP + _HEIGHT * (self.high - 10 * loss) / ((self.high - self.low) or 1)
-
-    def path(self, curve: Curve) -> str:
-        return "M" + "L".join(f"{self.x(value):.1f} {self.y(loss):.1f}" for value, loss in curve)
-
-    def grid(self, label: Label) -> Iterator[str]:
-        right, foot = self.left + _PANEL, _TOP + _HEIGHT
-        for tenth in range(self.low, self.high + 1, max(1, (self.high - self.low) // 8)):
-            y = self.y(tenth / 10)
-            yield f'<line class="grid" x1="{self.left}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>'
-            yield f'<text class="y" x="{self.left - 8}" y="{y + 4:.1f}">{tenth / 10:.1f}</text>'
-        for value in _ticks(self.begin, self.end):
-            x = self.x(value)
-            yield f'<line class="grid" x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{foot}"/>'
-            yield f'<text class="x" x="{x:.1f}" y="{foot + 18}">{label(value)}</text>'
+        kind, dashes = _look(arm)
+        yield svg.path(kind, [(plot.x(value), y(loss)) for value, loss in curve], says=arm, dashes=dashes)
 
 
 def _ticks(begin: float, end: float) -> list[float]:
@@ -107,17 +84,19 @@ def _ticks(begin: float, end: float) -> list[float]:
     return [tick for ten in decades for digit in digits if begin <= (tick := digit * 10.0**ten) <= end]
 
 
-def _look(arm: str) -> str:
-    """An arm that takes more steps has the color of the one it is like; lines also tell apart without color."""
+def _look(arm: str) -> tuple[str, str]:
+    """Class and dashes. An arm that takes more steps has the color of the one it is like; dashes tell apart, too."""
     like = ARMS[arm].like
-    dash = _DASHES["longer" if like else "often" if 1 < ARMS[arm].window < _RARE else "else"]
-    return f'class="series s{list(ARMS).index(like or arm)}"' + (f' stroke-dasharray="{dash}"' if dash else "")
+    dashes = _DASHES["longer" if like else "often" if 1 < ARMS[arm].window < _RARE else "else"]
+    return f"series s{list(ARMS).index(like or arm)}", dashes
 
 
 def _key(arms: list[str], x: float) -> Iterator[str]:
     for i, arm in enumerate(arms):
         y = _TOP + 6 + i * _LINE
-        yield f'<path {_look(arm)} d="M{x} {y}h30"/><text x="{x + 38}" y="{y + 4}">{arm}</text>'
+        kind, dashes = _look(arm)
+        yield svg.path(kind, [(x, y), (x + 30, y)], dashes=dashes)
+        yield svg.text("", x + 38, y + 4, arm)
 
 
 def _count(value: float) -> str:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +28,7 @@ import torch.distributed as dist
 
 import bench_harness
 import gradsync as gs
-from gradsync.cli.shared import advance, follow
+from gradsync.cli.local_ranks import advance, rank_folder
 from netlab.lab import Lab
 from netlab.traffic import payload, sent
 from pace.arms import ARMS, BASE, NUM_RANKS, SHAPE
@@ -53,10 +52,9 @@ class Turn(NamedTuple):
 def measure(rate: str, arms: list[str], rounds: int) -> dict[str, Any]:
     """Every arm at one rate; `rounds` samples of each."""
     load = os.getloadavg()[0]  # of others, unless we ran a minute ago
-    with Lab(hosts=NUM_RANKS, rate=None if rate == "none" else rate) as lab, tempfile.TemporaryDirectory() as folder:
-        progress = str(Path(folder) / "turns")
-        with follow(progress, (_WARM_UP + rounds) * len(arms), f"{len(arms)} arms at {rate}, turn"):
-            by_rank = lab.spawn(play, 1, arms, rounds, progress, timeout=_TIMEOUT_S)
+    following = rank_folder((_WARM_UP + rounds) * len(arms), f"{len(arms)} arms at {rate}, turn")
+    with Lab(hosts=NUM_RANKS, rate=None if rate == "none" else rate) as lab, following as folder:
+        by_rank = lab.spawn(play, 1, arms, rounds, folder, timeout=_TIMEOUT_S)
     for arm, why in by_rank[0]["missing"].items():
         print(f"{arm}: not made, {why}", file=sys.stderr, flush=True)
     return {
@@ -79,7 +77,7 @@ def _joined(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 # One rank
 
 
-def play(arms: list[str], rounds: int, progress: str) -> dict[str, Any]:
+def play(arms: list[str], rounds: int, folder: str) -> dict[str, Any]:
     """This rank's seconds and bytes per step, by arm; and the arms that could not be made."""
     torch.set_num_threads(1)
     gs.init(timeout=300)
@@ -92,7 +90,7 @@ def play(arms: list[str], rounds: int, progress: str) -> dict[str, Any]:
         except Exception as error:  # a pace that is not there: all ranks find the same
             missing[name] = f"{type(error).__name__}: {error}"
     turns: dict[str, list[Turn]] = {name: [] for name in replicas}
-    calls = {name: _turns(replica, ARMS[name].turn, turns[name], progress) for name, replica in replicas.items()}
+    calls = {name: _turns(replica, ARMS[name].turn, turns[name], folder) for name, replica in replicas.items()}
     bench_harness.interleave(calls, _WARM_UP + rounds)
     kept = {name: taken[_WARM_UP:] for name, taken in turns.items()}
     chatter = _chatter(kept)
@@ -111,7 +109,7 @@ def _summary(turns: list[Turn], num_steps: int, chatter: float) -> dict[str, Any
     }
 
 
-def _turns(replica: Replica, num_steps: int, turns: list[Turn], progress: str) -> Callable[[], float]:
+def _turns(replica: Replica, num_steps: int, turns: list[Turn], folder: str) -> Callable[[], float]:
     def turn() -> float:
         rank = dist.get_rank()
         batches = [data.batch(SHAPE, 0, len(turns) * num_steps + i, rank) for i in range(num_steps)]
@@ -124,7 +122,7 @@ def _turns(replica: Replica, num_steps: int, turns: list[Turn], progress: str) -
         after, end = _sent(), time.perf_counter()
         turns.append(Turn(step_s, (after - before) / num_steps, end - begin))
         if rank == 0:
-            advance(progress)
+            advance(folder)
         return step_s
 
     return turn

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import gradsync as gs
 from gradsync.autotune.profiling import profile
-from gradsync.cli.shared import advance
+from gradsync.cli.local_ranks import advance
 from gradsync.probe.measure import measure
 from planner.arms import ARMS, Arm, plan_of
 from planner.models import MODELS, Training
@@ -30,7 +30,7 @@ _FEW_ROUNDS = 2  # of the arms that are reported apart
 _PROFILE_STEPS = 5
 
 
-def play(link: str, rounds: int, progress: str) -> dict[str, Any]:
+def play(link: str, rounds: int, folder: str) -> dict[str, Any]:
     """This rank's measurements; every rank of the link calls it."""
     torch.set_num_threads(1)
     gs.init(timeout=300)
@@ -54,7 +54,7 @@ def play(link: str, rounds: int, progress: str) -> dict[str, Any]:
                 if number < _FEW_ROUNDS or not arm.apart:
                     samples[arm.name].append(round(_turn(training, arm, link), 6))
             if rank == 0:
-                advance(progress)
+                advance(folder)
         found["models"][name] = {"profiles": profiles, "samples_s": samples}
     dist.barrier()
     return found

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or 
 
 import bench_harness  # noqa: E402
 import gradsync as gs  # noqa: E402
-from gradsync.cli.shared import follow  # noqa: E402
+from gradsync.cli.local_ranks import rank_folder  # noqa: E402
 from planner import report  # noqa: E402
 from planner.arms import LINKS, RATES  # noqa: E402
 from planner.cells import play  # noqa: E402
@@ -49,15 +48,13 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def _play(link: str, ranks: int, rounds: int) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder:
-        progress = str(Path(folder) / "windows")
-        with follow(progress, len(MODELS) * rounds, f"{ranks} ranks, {link}"):
-            if link not in RATES:
-                return gs.spawn(play, ranks, link, rounds, progress, timeout=_HOUR_S)
-            from netlab.lab import Lab  # late: only this needs namespaces
+    with rank_folder(len(MODELS) * rounds, f"{ranks} ranks, {link}") as folder:
+        if link not in RATES:
+            return gs.spawn(play, ranks, link, rounds, folder, timeout=_HOUR_S)
+        from netlab.lab import Lab  # late: only this needs namespaces
 
-            with Lab(hosts=ranks, rate=link) as lab:
-                return lab.spawn(play, 1, link, rounds, progress, timeout=_HOUR_S)
+        with Lab(hosts=ranks, rate=link) as lab:
+            return lab.spawn(play, 1, link, rounds, folder, timeout=_HOUR_S)
 
 
 def _joined(by_rank: list[dict[str, Any]]) -> dict[str, Any]:

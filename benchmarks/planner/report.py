@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import bench_harness
 from gradsync.cluster import Cluster
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 from gradsync.planner.predict import predict
 from gradsync.planner.prediction import Prediction
 from gradsync.planner.profile import ModelProfile

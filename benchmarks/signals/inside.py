@@ -17,19 +17,22 @@ from typing import Any
 
 import gradsync as gs
 from gradsync.drift.monitor import DriftMonitor
-from gradsync.engine import synchronization as reducer_module
-from gradsync.engine.sync_timeline import Logbook
+from gradsync.engine import nonfinite
+from gradsync.engine.sync_timeline import SyncTimeline
 from gradsync.engine.trace_step import Tracing
 from gradsync.trace.tracer import Tracer
 from signals.cost import ALL, STEPS, Arm, calibrate
 
-# What a step calls: the engine's witness, which calls the tracer; and what others tell the tracer themselves.
+# What a step calls: the engine's listener, which calls the tracer; and what others tell the tracer themselves.
 _CALLS: dict[type, tuple[str, ...]] = {
     Tracing: (
         "border", "forward_begins", "backward_begins", "backward_ends", "synchronized", "optimizer_begins",
         "optimizer_ends",
     ),
-    Logbook: ("begin", "filled", "moment", "left", "header_left", "header_came", "close"),
+    SyncTimeline: (
+        "_backward_begins", "_filled", "_was_packed", "_left", "_header_left", "_header_came", "_bucket_waits",
+        "_bucket_came", "_came",
+    ),
     Tracer: ("arrived", "waiting", "waited"),
 }  # fmt: skip
 _WARM_UP_TURNS, _TURNS = 8, 12
@@ -61,9 +64,9 @@ class Clocks:
         for kind, names in _CALLS.items():
             for name in names:
                 setattr(kind, name, self.around("trace", getattr(kind, name)))
-        for name in ("take", "announce", "hear"):
+        for name in ("write", "_header_came"):
             setattr(DriftMonitor, name, self.around("digests", getattr(DriftMonitor, name)))
-        reducer_module.is_finite = self.around("NaN checks", reducer_module.is_finite)
+        nonfinite.is_finite = self.around("NaN checks", nonfinite.is_finite)
 
 
 def measure(workload: str, samples: int, folder: str) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """Part 2, on the ranks: a small model is trained with a trace, and something goes wrong in one of them.
 
-Faults are keyed by rank and step. What happens inside backward is reached through the synchronization's own parts,
-in these
-processes only.
+Faults are keyed by rank and step. What happens inside backward is reached by a listener to the
+synchronization, in these processes only.
 """
 
 from __future__ import annotations
@@ -91,14 +90,11 @@ class Stage:
         return bad
 
     def _die_after_launch(self) -> None:
-        launch = self._synchronization._launch
-
-        def launch_then_die(bucket: Any) -> None:
-            launch(bucket)
+        def die(bucket: Any, pending: object) -> None:
             if (self.step, bucket.index) == (self._truth["step"], self._truth["bucket"]):
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        self._synchronization._launch = launch_then_die  # type: ignore[method-assign]
+        self._synchronization.listeners.add(left=die)
 
 
 class _pinned:

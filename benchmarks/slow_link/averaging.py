@@ -1,8 +1,7 @@
 """The mean of many ranks' gradients in one process, through the very code that ranks run on a network.
 
-A journey (`gradsync.exchange.pipeline`) encodes, asks its participants for a round and yields; here all ranks'
-journeys go
-abreast, and a round is played when every rank has asked for it:
+A bucket's route (`gradsync.exchange.bucket_route`) encodes, asks its participants for a round and yields; here all
+ranks' routes go abreast, and a round is played when every rank has asked for it:
 
     rank 0   encode ─ asks ┐              ┌ decode
     rank 1   encode ─ asks ┤ `Table.play` ┤ decode
@@ -16,10 +15,10 @@ from itertools import zip_longest
 
 import torch
 
-from gradsync.compress.recipe import EXACT, Choice, Compressor, Param
+from gradsync.compress.param import Param
+from gradsync.compress.recipe import EXACT, Choice, Compressor
+from gradsync.exchange.bucket_route import BucketRoute, RoutedBucket
 from gradsync.exchange.flat import FlatBucket, Form, Item, lay_out
-from gradsync.exchange.journeys.route import Route
-from gradsync.exchange.sender import route_of  # the one place that knows which codec travels how
 from gradsync.trace.tally import CodecTally
 
 Tensors = Sequence[torch.Tensor]
@@ -62,12 +61,14 @@ class Convoy:
         self._flats = torch.zeros(num_ranks, numel, device=device)
         self.flat_buckets = [FlatBucket(0, flat, self.items, choice) for flat in self._flats]
         self.table = Table(num_ranks)
-        self.routes: list[Route] = []
-        self.account = CodecTally()
+        self.routes: list[BucketRoute] = []
+        self.tally = CodecTally()
         if choice.codec is not None:
             for rank, flat_bucket in enumerate(self.flat_buckets):
-                flat_bucket.residual = torch.zeros_like(flat_bucket.flat) if choice.feedback else None
-                self.routes.append(route_of(choice.codec, flat_bucket, Seat(self.table, rank), device, self.account))
+                flat_bucket.begin_keeping()
+                seat = Seat(self.table, rank)
+                rounds = choice.codec.rounds(RoutedBucket(flat_bucket, seat, device))
+                self.routes.append(BucketRoute(flat_bucket, rounds, seat, self.tally))
 
     def load(self, gradients: dict[str, torch.Tensor]) -> None:
         """Divided by the number of ranks, as the engine does: what is averaged is a sum."""
@@ -85,7 +86,7 @@ def average(convoy: Convoy, step: int) -> dict[str, torch.Tensor]:
         # Not `zip`, which would leave all but the first unfinished after their last round.
         for _ in zip_longest(*(route.go(step) for route in convoy.routes)):
             convoy.table.play()
-        convoy.account.events.clear()  # a GPU's clock, which nobody reads here
+        convoy.tally.events.clear()  # a GPU's clock, which nobody reads here
     return {item.name: item.of(flats[0]) for item in convoy.items}
 
 

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
+from gradsync import svg
+from slow_link.arm_colors import line, page
 from slow_link.arms import ARMS
 from slow_link.store import Results
-from slow_link.svg import line, page
 from slow_link.target import Curve, clock, is_timed, mean_curve, runs_by_task, title_of
 
 # All in px.
@@ -31,7 +32,7 @@ def picture(results: Results) -> str:
     drawn = [name for name in ARMS if any(name in curves for curves in learned) and _drawn(name, steps)]
     height = _TOP + len(tasks) * _ROW
     title = "loss on held-out text by the clock, mean over seeds"
-    return page(width, height, title, 16, [*parts, *_key(drawn, width - _KEY)])
+    return page(width, height, title, [*parts, *_key(drawn, width - _KEY)])
 
 
 def _drawn(arm: str, steps: dict[str, Any]) -> bool:
@@ -45,13 +46,13 @@ def _panel(row: int, column: int, title: str, timed: dict[str, Any], learned: di
         if (seconds_of := clock(arm, timed)) is not None
     }
     left, top = _LEFT + column * (_PANEL + _GAP), _TOP + row * _ROW
-    yield f'<text x="{left}" y="{top - 12}">{title}</text>'
+    yield svg.text("", left, top - 12, title)
     if not curves:
         return
     axes = _Axes(left, top, [point for curve in curves.values() for point in curve])
     yield from axes.grid()
     for arm, curve in curves.items():
-        yield f'<path class="{line(arm)}" d="{axes.path(curve)}"><title>{arm}</title></path>'
+        yield svg.path(line(arm), axes.at(curve), says=arm)
 
 
 class _Axes:
@@ -59,35 +60,27 @@ class _Axes:
 
     def __init__(self, left: float, top: float, points: Curve) -> None:
         times, losses = [time for time, _ in points], [loss for _, loss in points]
-        self._left, self._top = left, top
-        self._begin, self._end = math.log(min(times)), math.log(max(times))
+        self._plot = svg.Plot(left, top, _PANEL, _HEIGHT, min(times), max(times))
         # A tenth of a nat is a line of the grid.
         self._low, self._high = math.floor(10 * min(losses)), math.ceil(10 * max(losses))
 
-    def x(self, seconds: float) -> float:
-        return self._left + _PANEL * (math.log(seconds) - self._begin) / ((self._end - self._begin) or 1)
-
-    def y(self, loss: float) -> float:
-        return self._top + _HEIGHT * (self._high - 10 * loss) / ((self._high - self._low) or 1)
-
-    def path(self, curve: Curve) -> str:
-        return "M" + "L".join(f"{self.x(seconds):.1f} {self.y(loss):.1f}" for seconds, loss in curve)
+    def at(self, curve: Curve) -> list[tuple[float, float]]:
+        return [(self._plot.x(seconds), self._y(loss)) for seconds, loss in curve]
 
     def grid(self) -> Iterator[str]:
-        right, foot = self._left + _PANEL, self._top + _HEIGHT
         every = max(1, (self._high - self._low) // 8)
-        for tenth in range(self._low, self._high + 1, every):
-            y = self.y(tenth / 10)
-            yield f'<line class="grid" x1="{self._left}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>'
-            yield f'<text class="y" x="{self._left - 8}" y="{y + 4:.1f}">{tenth / 10:.1f}</text>'
-        for seconds, label in _TICKS_S.items():
-            if self._begin <= math.log(seconds) <= self._end:
-                x = self.x(seconds)
-                yield f'<line class="grid" x1="{x:.1f}" y1="{self._top}" x2="{x:.1f}" y2="{foot}"/>'
-                yield f'<text class="x" x="{x:.1f}" y="{foot + 18}">{label}</text>'
+        rows = [(self._y(tenth / 10), f"{tenth / 10:.1f}") for tenth in range(self._low, self._high + 1, every)]
+        low, high = self._plot.low, self._plot.high
+        return self._plot.grid(
+            rows, [(seconds, label) for seconds, label in _TICKS_S.items() if low <= seconds <= high]
+        )
+
+    def _y(self, loss: float) -> float:
+        return self._plot.top + _HEIGHT * (self._high - 10 * loss) / ((self._high - self._low) or 1)
 
 
 def _key(arms: list[str], x: float) -> Iterator[str]:
     for i, arm in enumerate(arms):
         y = _TOP + 6 + i * _LINE
-        yield f'<path class="{line(arm)}" d="M{x} {y}h28"/><text x="{x + 36}" y="{y + 4}">{arm}</text>'
+        yield svg.path(line(arm), [(x, y), (x + 28, y)])
+        yield svg.text("", x + 36, y + 4, arm)

@@ -14,7 +14,6 @@ from the turns of the arm that sends nothing, and taken off by the second.
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +26,7 @@ import torch.distributed as dist
 import bench_harness
 import gradsync as gs
 from gradsync.cli.demo.story.demo_model import DemoShape
-from gradsync.cli.shared import advance, follow
+from gradsync.cli.local_ranks import advance, rank_folder
 from netlab.lab import Lab
 from netlab.traffic import payload, sent
 from slow_link import data
@@ -50,10 +49,9 @@ class Turn(NamedTuple):
 def measure(rate: str, arms: list[str], rounds: int) -> dict[str, Any]:
     """Every arm at one rate; `rounds` samples of each."""
     load = os.getloadavg()[0]  # of others, unless we ran a minute ago
-    with Lab(hosts=2, rate=None if rate == "none" else rate) as lab, tempfile.TemporaryDirectory() as folder:
-        progress = str(Path(folder) / "rounds")
-        with follow(progress, _WARM_UP + rounds, f"{len(arms)} arms at {rate}"):
-            by_rank = lab.spawn(play, [1, 1], arms, rounds, progress, timeout=10 * _HOUR_S)
+    following = rank_folder(_WARM_UP + rounds, f"{len(arms)} arms at {rate}")
+    with Lab(hosts=2, rate=None if rate == "none" else rate) as lab, following as folder:
+        by_rank = lab.spawn(play, [1, 1], arms, rounds, folder, timeout=10 * _HOUR_S)
     found = {name: _joined([rank["arms"][name] for rank in by_rank]) for name in arms}
     _refuse_if_uncompressed(found, 4 * by_rank[0]["parameters"])
     return {
@@ -85,7 +83,7 @@ def _joined(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 # One rank
 
 
-def play(arms: list[str], rounds: int, progress: str) -> dict[str, Any]:
+def play(arms: list[str], rounds: int, folder: str) -> dict[str, Any]:
     """This rank's seconds and bytes per step, by arm."""
     torch.set_num_threads(1)
     gs.init(timeout=300)
@@ -96,7 +94,7 @@ def play(arms: list[str], rounds: int, progress: str) -> dict[str, Any]:
 
     def tick() -> None:
         if dist.get_rank() == 0:
-            advance(progress)
+            advance(folder)
 
     bench_harness.interleave(calls, _WARM_UP + rounds, tick)
     kept = {name: taken[_WARM_UP:] for name, taken in turns.items()}

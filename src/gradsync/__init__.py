@@ -44,7 +44,7 @@ from gradsync.launch.spawn import RankFailed, spawn
 from gradsync.plan.auto import auto
 from gradsync.plan.guard import Guard
 from gradsync.plan.paces import accumulate, async_sgd, delayed, diloco, every_step, gossip, local_sgd, nesterov
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 from gradsync.planner.profile import ModelProfile
 from gradsync.planner.recommend import recommend
 

@@ -1,6 +1,7 @@
-"""What the wires can do, as data: hosts of ranks, the link inside a host and the link between hosts.
+"""What links and devices can do, as data: hosts of ranks, the link inside a host and the one between hosts, and how
+fast a rank computes and packs gradients.
 
-What computes on a rank, as data: how fast it is, and how fast it packs gradients.
+It is not in `plan/`: algorithms are priced on links, and a plan names algorithms.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class PeerFault(GradSyncError):
         self.ranks = tuple(ranks)
 
     def __reduce__(self) -> tuple[type[PeerFault], tuple[str, tuple[int, ...]]]:
-        """With its ranks: process pools and frameworks hand errors from process to process."""
+        """Pickle the ranks too: process pools and frameworks hand errors from process to process."""
         return type(self), (str(self), self.ranks)
 
 

@@ -62,7 +62,7 @@ def open_to_write(path: str | Path, flags: int, mode: int = 0o666) -> int:
 
 
 def check_writable(path: Path) -> None:
-    """Before work is done that ends with `write`: OSError if it could not. Leaves no file behind."""
+    """Raise OSError if `write` could not, before work is done that ends with it. Leaves no file behind."""
     try:
         existing = path.stat().st_mode
     except FileNotFoundError:
@@ -76,7 +76,7 @@ def check_writable(path: Path) -> None:
 
 
 def check_regular(path: str | Path) -> None:
-    """Before the file is given to somebody else's reader: OSError if it cannot be read, or is none."""
+    """Raise OSError if it cannot be read, or is none, before somebody else's reader gets it."""
     open_to_read(path).close()
 
 

@@ -109,7 +109,7 @@ def show_rate(bytes_per_s: float) -> str:
 
 
 def show_bits(bytes_per_s: float) -> str:
-    """The same in bits, as networks are sold.
+    """Bytes per second as bits, in which networks are sold.
 
     >>> show_bits(12.5e9), show_bits(12.5e6)
     ('100 Gbit/s', '100 Mbit/s')

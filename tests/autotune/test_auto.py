@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import gradsync as gs
 from autos import BUCKETS, Training, choosing, cluster, off, overhearing, predicted
-from gradsync.autotune.decide import choice, miss
+from gradsync.autotune.decide import describe_choice, describe_miss
 from gradsync.exchange.choose_route import UnfitAlgorithm
 from gradsync.plan.auto import PROFILING
 from gradsync.planner.predict import quality
@@ -111,9 +111,9 @@ def test_stats_and_the_log_of_rank_0_tell_the_choice(run: Run) -> None:
 
 
 def test_the_log_says_when_the_default_is_kept() -> None:
-    told = choice(predicted(gs.Plan()), predicted(gs.Plan()), 6, calibrated=True)
+    told = describe_choice(predicted(gs.Plan()), predicted(gs.Plan()), 6, calibrated=True)
     assert told.startswith("auto keeps the default plan from step 6 on: 1 s a step predicted")
-    assert "(+50 %): 5 steps are profiled again" in miss(0.15, 0.1, 200, 5)
+    assert "(+50 %): 5 steps are profiled again" in describe_miss(0.15, 0.1, 200, 5)
 
 
 def check_nothing_left() -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import gradsync as gs
+from gradsync.autotune.profiling import Timing, join, pack, spread, unpack
 from gradsync.autotune.stopwatch import HostClock, StepSample, Stopwatch, clock_for
-from gradsync.autotune.timing import Timing, join, pack, spread, unpack
 from gradsync.engine.bucket import Entry
 from models import Branches, Tied, mlp
 

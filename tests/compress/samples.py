@@ -8,9 +8,10 @@ import torch
 from hypothesis import strategies as st
 
 import gradsync as gs
-from gradsync.compress.blocks import BlockCodec, Span, build_table, partition
+from gradsync.compress.blocks import BlockCodec, build_table, partition
 from gradsync.compress.integers import Int4, Int8
-from gradsync.compress.recipe import Compressor, Param
+from gradsync.compress.param import Param, Span
+from gradsync.compress.recipe import Compressor
 from gradsync.compress.sign import Sign
 from gradsync.compress.topk import TopK
 from gradsync.kernels.block_kernels import Mode, decode, encode

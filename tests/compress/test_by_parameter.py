@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import gradsync as gs
-from gradsync.compress.recipe import Param
+from gradsync.compress.param import Param
 
 GPT = gs.by_parameter(
     [

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from samples import COMPRESSORS, compressors
 
 import gradsync as gs
-from gradsync.compress.recipe import EXACT, Choice, Compressor, Param
+from gradsync.compress.param import Param
+from gradsync.compress.recipe import EXACT, Choice, Compressor
 from gradsync.compress.toml import MAKERS, canonical, from_canonical
 
 in_one_folder = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

@@ -13,11 +13,12 @@ from samples import COMPRESSORS, LEAVES, compressors, params
 
 import gradsync as gs
 from gradsync.compress import by_parameter, cast, integers, powersgd, randomk, sign, topk, wrappers
-from gradsync.compress.blocks import BlockCodec, Span, build_table
+from gradsync.compress.blocks import BlockCodec, build_table
 from gradsync.compress.cast import Cast
+from gradsync.compress.param import Param, Span
 from gradsync.compress.powersgd import PowerSGD, matrix, start_q
 from gradsync.compress.randomk import RandomK, payload_dtype
-from gradsync.compress.recipe import EXACT, Codec, Compressor, Param
+from gradsync.compress.recipe import EXACT, Codec, Compressor
 from gradsync.kernels.block_kernels import Mode, encode
 
 every = pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import BLOCK_CODECS, PHASES, end_of, lay_out, names, one_phase, two_phase
 
-from gradsync.compress.blocks import BlockCodec, Span
+from gradsync.compress.blocks import BlockCodec
 from gradsync.compress.integers import Int4, Int8
+from gradsync.compress.param import Span
 from gradsync.compress.sign import Sign
 from gradsync.compress.topk import TopK
 

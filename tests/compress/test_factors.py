@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradsync as gs
+from gradsync.compress.param import Param
 from gradsync.compress.powersgd import PowerSGD, matrix, start_q
-from gradsync.compress.recipe import EXACT, Param
+from gradsync.compress.recipe import EXACT
 
 
 @pytest.mark.parametrize(

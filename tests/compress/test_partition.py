@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import BLOCK_CODECS, lay_out, names
 
-from gradsync.compress.blocks import BlockCodec, Span, build_table, partition
+from gradsync.compress.blocks import BlockCodec, build_table, partition
 from gradsync.compress.integers import Int8
-from gradsync.compress.recipe import Param, number_of
+from gradsync.compress.param import Param, Span, number_of
 from gradsync.compress.topk import TopK
 from gradsync.kernels.block_kernels import BODY, FIRST, HEAD, KEPT, LENGTH, PARAM, START, BlockTable
 

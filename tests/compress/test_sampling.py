@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import end_of, lay_out, names
 
-from gradsync.compress.blocks import Span
+from gradsync.compress.param import Span
 from gradsync.compress.randomk import RandomK
 
 buckets = st.dictionaries(names, st.integers(0, 300), max_size=4)

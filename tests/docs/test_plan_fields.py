@@ -11,7 +11,7 @@ from doc_pages import blocks, read
 
 import gradsync as gs
 from gradsync.plan.paces import KINDS
-from gradsync.plan.plan import _ALGORITHMS
+from gradsync.plan.sync_plan import _ALGORITHMS
 
 PAGE = read("docs/plan.md")
 COMPRESSORS = ("bf16", "fp16", "int8", "int4", "sign", "topk", "randomk", "powersgd")

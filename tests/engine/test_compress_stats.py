@@ -10,7 +10,8 @@ import torch
 from compress_cases import EVERY, SHAPES, Given, attached, backward, brings
 
 import gradsync as gs
-from gradsync.compress.recipe import Choice, Param
+from gradsync.compress.param import Param
+from gradsync.compress.recipe import Choice
 
 Stats = dict[str, Any]
 

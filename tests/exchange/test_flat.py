@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradsync as gs
-from gradsync.compress.recipe import EXACT, Param
+from gradsync.compress.param import Param
+from gradsync.compress.recipe import EXACT
 from gradsync.exchange.flat import Item, cut_bytes, lay_out, pack_items, sum_nbytes
 
 DTYPES = [torch.uint8, torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]

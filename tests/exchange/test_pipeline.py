@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradsync.exchange.pipeline import Journey, Pipeline
+from gradsync.exchange.pipeline import PendingRounds, Pipeline
 from gradsync.transport.lane_thread import LaneThread
 from gradsync.transport.pending import Pending, Promise
 
@@ -66,13 +66,13 @@ class Broken(Pending):
         raise ConnectionError("the wire broke")
 
 
-def travel(wire: Wire, rank: int, bucket: int, rounds: list[tuple[bool, bool]]) -> Journey:
+def travel(wire: Wire, rank: int, bucket: int, rounds: list[tuple[bool, bool]]) -> PendingRounds:
     for number, (both, eager) in enumerate(rounds):
         takes_part = rank == 0 or both
         yield wire.launch(rank, (bucket, number), 2 if both and not eager else 1) if takes_part else None
 
 
-def travel_and_fail(wire: Wire, bucket: int, good_rounds: int, how: str) -> Journey:
+def travel_and_fail(wire: Wire, bucket: int, good_rounds: int, how: str) -> PendingRounds:
     yield from travel(wire, 0, bucket, [(False, True)] * good_rounds)
     if how == "raises":
         raise ArithmeticError("the encoder broke")
@@ -144,7 +144,7 @@ def test_ranks_launch_alike_however_fast_each_is(buckets: list[list[tuple[bool, 
     how=st.sampled_from(["raises", "lands badly"]),
     threads=st.booleans(),
 )
-def test_a_journey_that_fails_takes_all_later_ones_with_it_and_nobody_waits(
+def test_rounds_that_fail_take_all_later_ones_with_it_and_nobody_waits(
     before: list[int], after: list[int], good_rounds: int, how: str, threads: bool
 ) -> None:
     wire, failing = Wire(), len(before)
@@ -153,8 +153,8 @@ def test_a_journey_that_fails_takes_all_later_ones_with_it_and_nobody_waits(
     with pipelines(1, threads) as [pipeline]:
         for bucket, number in enumerate(rounds):
             good = travel(wire, 0, bucket, [(False, True)] * number)
-            journey = travel_and_fail(wire, bucket, good_rounds, how) if bucket == failing else good
-            pipeline.take(journey, deliveries[bucket])
+            its_rounds = travel_and_fail(wire, bucket, good_rounds, how) if bucket == failing else good
+            pipeline.take(its_rounds, deliveries[bucket])
         pipeline.flush()
         assert all(each.landed(_BOUND_S) for each in deliveries[:-1])
         launched = len(wire.launched[0])
@@ -175,10 +175,10 @@ def test_a_journey_that_fails_takes_all_later_ones_with_it_and_nobody_waits(
 def test_what_the_waiting_thread_does_comes_after_a_good_end_only() -> None:
     done: list[str] = []
     with pipelines(1, threads=False) as [pipeline]:
-        for name, journey in (("good", travel(Wire(), 0, 0, [])), ("bad", travel_and_fail(Wire(), 1, 0, "raises"))):
+        for name, its_rounds in (("good", travel(Wire(), 0, 0, [])), ("bad", travel_and_fail(Wire(), 1, 0, "raises"))):
             each = delivery(0)
             each.then(lambda name=name: done.append(name))
-            pipeline.take(journey, each)
+            pipeline.take(its_rounds, each)
             assert each.landed(_BOUND_S)
             if name == "good":
                 each.settle()

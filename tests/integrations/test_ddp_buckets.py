@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradsync as gs
-from gradsync.compress.recipe import EXACT, Choice, Param
+from gradsync.compress.param import Param
+from gradsync.compress.recipe import EXACT, Choice
 from gradsync.exchange.flat import Item, lay_out, zeros
 from gradsync.integrations.ddp_buckets import DDPBucket, divide, item_in_bucket, make_ddp_bucket
 
@@ -30,13 +31,13 @@ def test_what_is_put_in_comes_out_scaled(bucket: list[tuple[list[int], Choice]])
     ddp_bucket, items = _make(bucket)
     gradients = torch.arange(float(sum(item.param.numel for item in items)))
     buffer = gradients.clone()
-    ddp_bucket.put_in(buffer, 0.5)
+    ddp_bucket.pack(buffer, 0.5)
     for flat_bucket in ddp_bucket.flat_buckets:
         for item in flat_bucket.items:
             place = next(each for each in items if each.name == item.name)
             assert torch.equal(item.of(flat_bucket.flat), place.of(gradients) * 0.5)
         flat_bucket.flat.mul_(4)
-    assert torch.equal(ddp_bucket.take_out(buffer), gradients * 2)
+    assert torch.equal(ddp_bucket.unpack(buffer), gradients * 2)
 
 
 @settings(max_examples=100, deadline=None)

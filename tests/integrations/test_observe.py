@@ -422,7 +422,7 @@ def watch_badly(folder: str) -> list[str]:
 
     train(ddp, 2)
     if dist.get_rank() == 1:
-        observer._departures.arrived = fail  # type: ignore[method-assign]
+        observer._launches.arrived = fail  # type: ignore[method-assign]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         twin = wrapped()

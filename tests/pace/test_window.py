@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import gradsync as gs
 from gradsync.agreement.header import Flag
-from gradsync.pace.contract import Held
+from gradsync.pace.contract import OpenWindow
 from gradsync.pace.window import WindowPace
 
 Parameters = list[tuple[str, torch.nn.Parameter]]
@@ -110,13 +110,13 @@ def test_a_window_in_the_middle_survives_a_checkpoint() -> None:
     them = parameters(1.0, None)
     window = WindowPace(gs.accumulate(3), them)
     window.after_backward(2, aborted=Flag.NONE)
-    held = window.held()
+    held = window.open_window()
     window.before_backward()
     them[0][1].grad.add_(100)  # type: ignore[union-attr]  # what is held must not share memory with the run
 
     again = parameters(None, None)
     resumed = WindowPace(gs.accumulate(3), again)
-    resumed.hold(held)
+    resumed.resume_window(held)
     assert resumed.backwards == 2
     resumed.before_backward()
     assert grads(again) == [1.0, None]
@@ -132,4 +132,4 @@ def test_closing_brings_everything_back() -> None:
 
 @pytest.mark.parametrize("pace", [gs.every_step(), gs.accumulate(2)])
 def test_a_fresh_window_holds_nothing(pace: object) -> None:
-    assert WindowPace(pace, []).held() == Held(0, {})  # type: ignore[arg-type]
+    assert WindowPace(pace, []).open_window() == OpenWindow(0, {})  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from small_plans import cluster_of, profile_of
 
 import gradsync as gs
 from gradsync.cluster import Device, Link
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 from gradsync.planner.collective import Collectives
 from gradsync.planner.predict import lay_out, memory_nbytes, predict, quality
 

@@ -7,7 +7,7 @@ from small_plans import cluster_of, profile_of
 
 import gradsync as gs
 from gradsync.cluster import Cluster, Device, Link
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 from gradsync.planner.candidates import candidates
 from gradsync.planner.collective import Collectives
 from gradsync.planner.losses import measured_loss

@@ -13,9 +13,9 @@ from gradsync.report.pictures.timeline import draw_timeline
 from gradsync.report.summary import summarize
 from gradsync.report.table import tabulate
 from gradsync.report.typical_step import Usual, usual_step
-from gradsync.trace.detail import is_detailed
 from gradsync.trace.lines import StepLine, StepPart
 from gradsync.trace.reader import RunTrace
+from gradsync.trace.tracer import is_detailed
 from made_runs import NOISY, made_run
 
 VALIDATION_S = 0.126

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from sides import assert_alike, flat, gradsync_group
 
 import gradsync as gs
-from gradsync.torch_backend.works import Done, SharedWork
+from gradsync.torch_backend.works import CompletedWork, SharedWork
 
 Run = Callable[..., list[Any]]
 
@@ -105,7 +105,7 @@ def works() -> None:
     if work is not None:
         work.wait()
     assert tensor.tolist() == [2, 2]
-    assert isinstance(ours.allreduce([torch.ones(1)], now()), Done)
+    assert isinstance(ours.allreduce([torch.ones(1)], now()), CompletedWork)
 
 
 def now() -> Any:

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from gradsync.trace.detail import FIRST, is_detailed
 from gradsync.trace.lines import RunHeader
 from gradsync.trace.reader import read_run
 from gradsync.trace.timers import HostTimer
-from gradsync.trace.tracer import BucketTrip, Tracer
+from gradsync.trace.tracer import FIRST, BucketMoments, Tracer, is_detailed
 from gradsync.trace.writer import Writer
 
 
@@ -30,7 +29,7 @@ def trace(folder: Path, rank: int, steps: range) -> set[int]:
     tracer = Tracer(Writer(folder, run), None, HostTimer())
     tracer.continue_at(steps[0])
     for step in steps:
-        tracer.over(step, True, [BucketTrip(0, 8)])
+        tracer.over(step, True, [BucketMoments(0, 8)])
     tracer.close("detach")
     return {step.step for step in read_run(folder).ranks[rank].steps if step.buckets is not None}
 

@@ -1,1 +1,1 @@
-"""Agreement: at the door before the first byte, and in a small header with every synchronization."""
+"""Ranks agree: on documents before the first byte, and by a small header with every synchronization."""

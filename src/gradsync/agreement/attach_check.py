@@ -20,6 +20,7 @@ from typing import Any
 
 from gradsync.agreement.documents import Document, agree, majority, share
 from gradsync.agreement.header import Headers
+from gradsync.agreement.outcome import HealthLog
 from gradsync.errors import Disagreement
 from gradsync.transport.lane import Lane
 
@@ -98,18 +99,21 @@ def _explain_rows(kind: str, tables: list[list[dict[str, Any]]], ranks: list[int
     )
 
 
-def check_order(lane: Lane, headers: Headers, launched: Sequence[str]) -> None:
+def check_order(lane: Lane, headers: Headers, launched: Sequence[str], health_log: HealthLog | None = None) -> None:
     """Raise the same sentence everywhere if ranks launched different buckets; `launched` describes this rank's."""
     orders = {head.order for head in headers.heads}
     if len(orders) == 1:
         return
     lane.fail()
     lists: list[list[str]] = [document["launched"] for document in share(lane, {"launched": list(launched)})]
-    raise Disagreement(first_difference(lists, list(lane.groups.ranks), headers.heads[0].step))
+    text = first_difference(lists, list(lane.groups.ranks), headers.heads[0].step)
+    if health_log is not None:
+        health_log.tell(lane.step, "order", text)
+    raise Disagreement(text)
 
 
 def first_difference(lists: list[list[str]], ranks: list[int], step: int) -> str:
-    """The sentence.
+    """The sentence for ranks that launched these lists of buckets.
 
     >>> print(first_difference([["bucket 0 (a)", "bucket 1 (b)"], ["bucket 1 (b)", "bucket 0 (a)"]], [0, 1], 4))
     the ranks launched different buckets in synchronization 4: number 0 was bucket 0 (a) on rank 0 but bucket 1 (b) on \

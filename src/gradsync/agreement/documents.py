@@ -1,4 +1,4 @@
-"""Agreement at the door: every rank brings a document, and all go on or all raise the same error.
+"""Agreement at attach: every rank brings a document, and all go on or all raise the same error.
 
 Gloo aborts the process on a size mismatch, so the first exchange is of fixed size: a digest and a length.
 Only if digests differ do the documents themselves travel, as JSON, padded to the longest; every rank then

@@ -52,7 +52,7 @@ class Flag(enum.IntFlag):
 
 
 class Head(NamedTuple):
-    """The fixed part."""
+    """The fixed part of a header."""
 
     step: int
     schedule: int  # hash of the agreed bucket layout
@@ -136,9 +136,9 @@ def pack_header(head: Head, marks: bytearray) -> torch.Tensor:
 
 def launch_header(lane: Lane, head: Head, marks: bytearray, synchronizes: bool = False) -> tuple[Pending, torch.Tensor]:
     """Start the exchange of headers; the rows are valid when the pending is done."""
+    row = pack_header(head, marks)
     if synchronizes:
         lane.at(Phase.SYNCHRONIZING)
-    row = pack_header(head, marks)
     rows = torch.empty(lane.groups.size, HEAD_NBYTES + len(marks), dtype=torch.uint8, device="cpu")
     return lane.tell_all(row, rows, "the step header"), rows
 
@@ -203,7 +203,7 @@ def check_headers(headers: Headers, names: list[str], ranks: tuple[int, ...]) ->
 
 
 def _check_num_steps(counts: dict[int, int]) -> None:
-    """Two backwards in a step of one rank, or a step that one rank left out."""
+    """Raise where one rank ran two backwards in a step, or left out a step that others took."""
     if len(set(counts.values())) < 2:
         return
     most = max(counts.values())

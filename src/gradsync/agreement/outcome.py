@@ -23,7 +23,7 @@ _SHOWN_SKIPS = 3  # skips in a report
 
 
 class Found(NamedTuple):
-    """A NaN or Inf."""
+    """A NaN or Inf, and where it is."""
 
     text: str  # where it is, as part of a sentence
     ranks: list[int]  # who brought it; none if compression made it
@@ -32,7 +32,7 @@ class Found(NamedTuple):
 
 
 class HealthLog:
-    """Kept while the plan changes."""
+    """What was found wrong since attach, whatever plans there were."""
 
     def __init__(self, max_skips: int) -> None:
         self._heard: list[Callable[[Health], None]] = []
@@ -88,7 +88,7 @@ class HealthLog:
         self.drift_findings += 1
 
     def report(self) -> str:
-        """Why it cannot go on."""
+        """The sentence that says why training cannot go on."""
         steps = "1 step was" if self._in_a_row == 1 else f"{self._in_a_row} steps in a row were"
         return (
             f"{steps} skipped because of NaN or Inf: {', '.join(self._last)}. Lower the learning rate or the loss "
@@ -132,7 +132,7 @@ def step_verdict(
 
 
 def interrupted(flags: dict[int, Flag]) -> str:
-    """What raised where.
+    """The words for what raised on which ranks.
 
     >>> interrupted({0: Flag.ABORTED, 2: Flag.ABORTED, 3: Flag.ABORTED | Flag.FORWARD})
     'backward did not finish on ranks 0 and 2, and forward raised on rank 3'

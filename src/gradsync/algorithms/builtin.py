@@ -1,9 +1,8 @@
-"""The backend's own all-reduce, whatever it is: NCCL's choice on GPUs, gloo's ring on CPUs.
+"""All-reduces that have no schedule of ours: the backend's own (NCCL's choice, gloo's ring), and shared memory.
 
-Ranks of one host add up in memory that all of them see: no bytes travel at all.
-
-Rank r reads part r of all n buffers, adds in registers, and writes the sum to all n: 2nS bytes of memory traffic in
-all, where a ring over loopback TCP copies about 11(n−1)S.
+Ranks of one host add up in memory that all of them see, and no bytes travel at all: rank r reads part r of all n
+buffers, adds in registers, and writes the sum to all n. That is 2nS bytes of memory traffic in all, where a ring over
+loopback TCP copies about 11(n−1)S.
 
     buffer of 0  │▓▓▓▓│    │    │        rank 0 adds up column ▓ and writes it to every buffer,
     buffer of 1  │▓▓▓▓│    │    │        rank 1 the next column, rank 2 the last

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Literal, NamedTuple, get_args
 
+from gradsync import svg
 from gradsync.algorithms.schedule import Round, Schedule
 
 Form = Literal["text", "svg"]
@@ -19,9 +20,10 @@ _LONGEST = 11  # characters of a label; the rest shows when one points at the ar
 
 _STYLE = """
 text { font: 12px sans-serif; fill: #333; text-anchor: middle }
-.title { font-weight: bold; text-anchor: start } .rank, .key { text-anchor: start }
+.page { fill: #fff } .title { font-weight: bold; text-anchor: start } .rank, .key { text-anchor: start }
 .band { fill: #f3f5f8 } .line { stroke: #b8bec8 } .add, .copy { fill: none; stroke-width: 1.6 }
-.add { stroke: #1565c0 } .copy { stroke: #c75b00; stroke-dasharray: 5 3 }
+.add { stroke: #1565c0; marker-end: url(#add-head) }
+.copy { stroke: #c75b00; marker-end: url(#copy-head); stroke-dasharray: 5 3 }
 .add-label, .copy-label { font-size: 11px; font-weight: bold; text-anchor: end }
 .add-label, .copy-label { stroke: #fff; stroke-width: 4px; paint-order: stroke }
 .add-label, .add-head { fill: #1565c0 } .copy-label, .copy-head { fill: #c75b00 }
@@ -63,43 +65,34 @@ def _text(schedule: Schedule) -> str:
 
 def _svg(schedule: Schedule) -> str:
     columns = [_by_sender(transfers) for transfers in schedule.rounds]
-    sheet = _Sheet.fitting(columns)
-    width = max(_LEFT + len(columns) * sheet.column + 16, 560)
-    height = _TOP + schedule.world_size * sheet.row
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
-        f"<style>{_STYLE}</style>",
-        "<defs>",
-        *_heads(),
-        "</defs>",
-        '<rect width="100%" height="100%" fill="#fff"/>',
-        f'<text class="title" x="12" y="22">{_summary(schedule)}</text>',
-        *_key(),
-    ]
+    grid = _Grid.fitting(columns)
+    width = max(_LEFT + len(columns) * grid.column + 16, 560)
+    height = _TOP + schedule.world_size * grid.row
+    parts = [svg.text("title", 12, 22, _summary(schedule)), *_key()]
     for column in range(len(columns)):
-        left = _LEFT + column * sheet.column
+        left = _LEFT + column * grid.column
         if column % 2 == 0:
-            parts.append(f'<rect class="band" x="{left}" y="{_TOP - 34}" width="{sheet.column}" height="{height}"/>')
-        parts.append(f'<text x="{left + sheet.column / 2:g}" y="{_TOP - 22}">round {column + 1}</text>')
+            parts.append(svg.rect("band", left, _TOP - 34, grid.column, height))
+        parts.append(svg.text("", left + grid.column / 2, _TOP - 22, f"round {column + 1}"))
     for rank in range(schedule.world_size):
-        y = sheet.y(rank)
-        parts.append(f'<text class="rank" x="12" y="{y + _SINK:g}">rank {rank}</text>')
-        parts.append(f'<line class="line" x1="{_LEFT - 6}" y1="{y:g}" x2="{width - 8}" y2="{y:g}"/>')
+        y = grid.y(rank)
+        parts.append(svg.text("rank", 12, y + _SINK, f"rank {rank}"))
+        parts.append(svg.line("line", _LEFT - 6, y, width - 8, y))
     for column, senders in enumerate(columns):
         for messages in senders:
             for index, message in enumerate(messages):
-                parts += sheet.arrow(column, message, (index - (len(messages) - 1) / 2) * _LINE)
-    return "\n".join([*parts, "</svg>"]) + "\n"
+                parts += grid.arrow(column, message, (index - (len(messages) - 1) / 2) * _LINE)
+    return svg.document(width, height, _STYLE, parts)
 
 
-class _Sheet(NamedTuple):
+class _Grid(NamedTuple):
     """How wide a round and how high a rank must be, so that no label covers another."""
 
     column: int
     row: int
 
     @classmethod
-    def fitting(cls, columns: Sequence[Sequence[Sequence[_Message]]]) -> _Sheet:
+    def fitting(cls, columns: Sequence[Sequence[Sequence[_Message]]]) -> _Grid:
         longest = max((len(_label(m)) for senders in columns for messages in senders for m in messages), default=1)
         most = max((len(messages) for senders in columns for messages in senders), default=1)
         return cls(column=longest * _CHAR + _ARROW + 2 * _EDGE, row=max(40, (most + 1) * _LINE))
@@ -113,11 +106,10 @@ class _Sheet(NamedTuple):
         begin, y1, y2 = end - _ARROW, self.y(m.src) + below, self.y(m.dst)
         kind = "add" if m.add else "copy"
         says = f"round {column + 1}: rank {m.src} → rank {m.dst}, {kind} chunk {m.chunks}"
+        data = {"round": column + 1, "src": m.src, "dst": m.dst, "chunks": m.chunks}
         return (
-            f'<path class="{kind}" d="M{begin} {y1:g}L{end} {y2:g}" marker-end="url(#{kind}-head)" '
-            f'data-round="{column + 1}" data-src="{m.src}" data-dst="{m.dst}" data-chunks="{m.chunks}">'
-            f"<title>{says}</title></path>",
-            f'<text class="{kind}-label" x="{begin - 3}" y="{y1 + _SINK:g}">{_label(m)}</text>',
+            svg.path(kind, [(begin, y1), (end, y2)], says=says, data=data),
+            svg.text(f"{kind}-label", begin - 3, y1 + _SINK, _label(m)),
         )
 
 
@@ -131,18 +123,11 @@ def _by_sender(transfers: Round) -> list[list[_Message]]:
     return [list(group) for _, group in groupby(messages, key=lambda m: m.src)]
 
 
-def _heads() -> Iterator[str]:
-    for kind in ("add", "copy"):
-        yield (
-            f'<marker id="{kind}-head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="9" markerHeight="9" '
-            f'markerUnits="userSpaceOnUse" orient="auto"><path class="{kind}-head" d="M0 0L8 4L0 8z"/></marker>'
-        )
-
-
 def _key() -> Iterator[str]:
     for kind, x, says in (("add", 300, "added"), ("copy", 410, "replaces")):
-        yield f'<path class="{kind}" d="M{x} 18h36" marker-end="url(#{kind}-head)"/>'
-        yield f'<text class="key" x="{x + 44}" y="22">{says}</text>'
+        yield svg.arrow_head(f"{kind}-head")
+        yield svg.path(kind, [(x, 18), (x + 36, 18)])
+        yield svg.text("key", x + 44, 22, says)
 
 
 def _messages(transfers: Round) -> Iterator[_Message]:

@@ -56,7 +56,7 @@ class Hierarchical:
         return self.levels(hosts).schedule()
 
     def levels(self, hosts: int | Sequence[Sequence[int]]) -> Levels:
-        """The same, part by part."""
+        """The schedule part by part."""
         hosts = as_hosts(hosts)
         m, num_shares = len(hosts), _num_shares(hosts)
         shares_of = [[range(*bounds) for bounds in chunk_bounds(num_shares, len(host))] for host in hosts]

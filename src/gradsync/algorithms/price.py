@@ -1,7 +1,4 @@
-"""What a schedule costs on given links, in seconds.
-
-Which algorithm for how many bytes, on given links: the cheapest by `price`.
-"""
+"""What a schedule costs on given links, in seconds, and which algorithm is the cheapest for how many bytes."""
 
 from __future__ import annotations
 

@@ -44,15 +44,15 @@ def ring() -> Ring:
 
 def reduce_scatter_rounds(ranks: Sequence[int], blocks: Sequence[Sequence[int]]) -> list[Round]:
     """Rounds after which `ranks[i]` holds the sum over `ranks` of the chunks in `blocks[i]`."""
-    return _turns(ranks, blocks, first=-1, add=True)
+    return _rounds(ranks, blocks, first=-1, add=True)
 
 
 def all_gather_rounds(ranks: Sequence[int], blocks: Sequence[Sequence[int]]) -> list[Round]:
     """Rounds after which all of `ranks` have `ranks[i]`'s chunks of `blocks[i]`, for every i."""
-    return _turns(ranks, blocks, first=0, add=False)
+    return _rounds(ranks, blocks, first=0, add=False)
 
 
-def _turns(ranks: Sequence[int], blocks: Sequence[Sequence[int]], first: int, add: bool) -> list[Round]:
+def _rounds(ranks: Sequence[int], blocks: Sequence[Sequence[int]], first: int, add: bool) -> list[Round]:
     """Every rank passes a block to the next: in turn t the block that lies `first` − t from its own."""
     n = len(ranks)
     return [

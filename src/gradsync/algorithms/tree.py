@@ -84,7 +84,7 @@ def pair_of_trees(n: int) -> tuple[Parents, Parents]:
     ((1, None, 3, 1), (2, 0, None, 2))
     """
     first: list[int | None] = [None] * n
-    _hang(first, range(n), None)
+    _add_subtree(first, range(n), None)
     moved = [n - 1 - p if n % 2 == 0 else (p + 1) % n for p in range(n)]
     second: list[int | None] = [None] * n
     for position, parent in enumerate(first):
@@ -92,15 +92,15 @@ def pair_of_trees(n: int) -> tuple[Parents, Parents]:
     return tuple(first), tuple(second)
 
 
-def _hang(parents: list[int | None], positions: range, above: int | None) -> None:
+def _add_subtree(parents: list[int | None], positions: range, above: int | None) -> None:
     """Hang the positions under `above`: the middle odd one on top, so that only odd ones have children."""
     if not positions:
         return
     inner = positions[1::2]
     top = inner[(len(inner) - 1) // 2] if inner else positions[0]
     parents[top] = above
-    _hang(parents, range(positions.start, top), top)
-    _hang(parents, range(top + 1, positions.stop), top)
+    _add_subtree(parents, range(positions.start, top), top)
+    _add_subtree(parents, range(top + 1, positions.stop), top)
 
 
 def _pipeline(ranks: Sequence[int], parents: Parents, chunks: range) -> list[Round]:

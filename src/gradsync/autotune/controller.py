@@ -34,17 +34,17 @@ import torch
 from gradsync.agreement.documents import share
 from gradsync.agreement.header import Call
 from gradsync.autotune import saved_choice
-from gradsync.autotune.decide import Decision, decide, gather, miss, probe_links, say
-from gradsync.autotune.saved_choice import Chosen
+from gradsync.autotune.decide import Decision, decide, describe_miss, gather, probe_links, say
+from gradsync.autotune.profiling import Timing, devices_of
+from gradsync.autotune.saved_choice import SavedChoice
 from gradsync.autotune.stopwatch import Stopwatch, clock_for
-from gradsync.autotune.timing import Timing, devices_of
 from gradsync.engine.assemble import Builder
 from gradsync.engine.listeners import Moments
 from gradsync.engine.loop import Steps
 from gradsync.engine.several_models import chooses
 from gradsync.errors import Disagreement, listed
 from gradsync.plan.auto import PROFILING, Auto
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 from gradsync.trace.lines import PlanChoice
 
 
@@ -186,11 +186,11 @@ class Controller:
             if not timings:  # every step was dropped
                 self._profile()
                 return
-            self._look_at_links(timings)
+            self._probe_if_changed(timings)
             decision = decide(lane, timings, self._entries, self._cluster, self._auto.allow, self._name)
             self._adopt(decision)
 
-    def _look_at_links(self, timings: Sequence[Timing]) -> None:
+    def _probe_if_changed(self, timings: Sequence[Timing]) -> None:
         """Probe anew if synchronizations take another time than after the last probe."""
         if self._auto.cluster is not None:
             return
@@ -202,7 +202,7 @@ class Controller:
 
     def _adopt(self, decision: Decision, anew: bool = True) -> None:
         """Run with this plan, and look after its prediction; not `anew`: it was chosen in an earlier run."""
-        plan, predicted_s, grounds = decision
+        plan, predicted_s, inputs = decision
         self._stopwatch = None
         try:
             switch(self._steps, self._builder, plan)
@@ -218,8 +218,8 @@ class Controller:
             self._phase, self._due = "settled", _NEVER
             return
         self._run()
-        if grounds is not None and self._auto.save is not None and anew:
-            grounds.save(self._auto.save, plan)
+        if inputs is not None and self._auto.save is not None and anew:
+            inputs.save(self._auto.save, plan)
         if self._steps.tracing is not None:
             choice = PlanChoice(self._step, plan.canonical(), predicted_s, self.link_bandwidth)
             self._steps.tracing.tracer.write(choice)
@@ -243,7 +243,7 @@ class Controller:
             return
         self._misses += 1
         if self._steps.synchronization.lane.groups.rank == 0:
-            say(miss(measured_s, self.predicted_s, self._step, self._auto.steps))
+            say(describe_miss(measured_s, self.predicted_s, self._step, self._auto.steps))
         with self._steps.failing():
             switch(self._steps, self._builder, PROFILING)
         self._profile()
@@ -256,7 +256,7 @@ class Controller:
             return saved_choice.flatten(None)
         plan = self._steps.plan.canonical()
         return saved_choice.flatten(
-            Chosen(plan, self.predicted_s, self._steps.synchronization.lane.groups.size, self._auto.allow)
+            SavedChoice(plan, self.predicted_s, self._steps.synchronization.lane.groups.size, self._auto.allow)
         )
 
     def take_plan(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -279,7 +279,9 @@ class Controller:
             if document["refusal"] is not None:
                 who = listed(lane.global_ranks([rank]))
                 raise Disagreement(f"{lane.place()} {who} cannot load its state: {document['refusal']}")
-        found = next((Chosen(*document["chosen"]) for document in documents if document["chosen"] is not None), None)
+        found = next(
+            (SavedChoice(*document["chosen"]) for document in documents if document["chosen"] is not None), None
+        )
         if found is not None and (found.ranks, found.allow) == (lane.groups.size, self._auto.allow):
             with self._steps.failing():
                 self._adopt(Decision(Plan.from_canonical(found.plan), found.predicted_s, None), anew=False)

@@ -1,10 +1,7 @@
 """The choice of `gs.auto()`: the links are probed, the ranks' times become one profile, rank 0 chooses for all.
 
-Neither a failed probe nor a failed choice ends the training: all ranks go on with the default plan, together.
-
-What `gs.auto()` tells in rank 0's log, as sentences. Pure, except `say`.
-
-What `gs.auto()` chose from: rank 0 keeps it beside the trace, for `gradsync plan --check`.
+Neither a failed probe nor a failed choice ends the training: all ranks go on with the default plan, together. Rank 0
+says in its log what was chosen and why, and keeps what it was chosen from for `gradsync plan --check`.
 """
 
 from __future__ import annotations
@@ -18,13 +15,13 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from gradsync.agreement.documents import share
+from gradsync.autotune.profiling import Timing, join, pack, unpack
 from gradsync.autotune.stopwatch import Stopwatch
-from gradsync.autotune.timing import Timing, join, pack, unpack
 from gradsync.cluster import Cluster
 from gradsync.engine.bucket import Entry
 from gradsync.errors import listed
 from gradsync.plan.auto import Allowed
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 from gradsync.planner.prediction import Prediction
 from gradsync.planner.profile import ModelProfile
 from gradsync.planner.recommend import recommend
@@ -35,12 +32,12 @@ from gradsync.units import show_seconds
 
 
 def say(sentence: str) -> None:
-    """In one write: the ranks of all hosts often share one terminal."""
+    """Write a line to stderr in one write: the ranks of all hosts often share one terminal."""
     sys.stderr.write(f"gradsync: {sentence}\n")
     sys.stderr.flush()
 
 
-def choice(chosen: Prediction, default: Prediction, step: int, calibrated: bool) -> str:
+def describe_choice(chosen: Prediction, default: Prediction, step: int, calibrated: bool) -> str:
     """What was chosen, what it will take, why, and what the default would take."""
     share = f"{show_seconds(chosen.step_s)} a step predicted, {100 * chosen.overhead:.0f} % of it synchronization"
     figures = "measured here" if calibrated else "not measured here"
@@ -52,8 +49,8 @@ def choice(chosen: Prediction, default: Prediction, step: int, calibrated: bool)
     )
 
 
-def miss(measured_s: float, predicted_s: float, step: int, steps: int) -> str:
-    """That the prediction did not hold, and what follows."""
+def describe_miss(measured_s: float, predicted_s: float, step: int, steps: int) -> str:
+    """A sentence: the prediction did not hold, and what follows."""
     off, measured, predicted = 100 * (measured_s / predicted_s - 1), show_seconds(measured_s), show_seconds(predicted_s)
     return (
         f"auto measured {measured} a step at step {step} where {predicted} were predicted ({off:+.0f} %): "
@@ -61,7 +58,7 @@ def miss(measured_s: float, predicted_s: float, step: int, steps: int) -> str:
     )
 
 
-class Grounds(NamedTuple):
+class ChoiceInputs(NamedTuple):
     """What a plan was chosen from."""
 
     cluster: Cluster
@@ -85,7 +82,7 @@ class Decision(NamedTuple):
 
     plan: Plan
     predicted_s: float | None  # None: nothing was chosen, and the plan is the default
-    grounds: Grounds | None  # on rank 0
+    inputs: ChoiceInputs | None  # on rank 0
 
 
 def probe_links(lane: Lane, parent: dist.ProcessGroup) -> Cluster | None:
@@ -125,7 +122,7 @@ def decide(
     if lane.groups.rank == 0:
         try:
             assert cluster is not None
-            mine = _choose(lane.step, Grounds(cluster, join(timings, entries, name)), allow)
+            mine = _choose(lane.step, ChoiceInputs(cluster, join(timings, entries, name)), allow)
         except Exception as error:
             warnings.warn(
                 f"gs.auto() could not choose a plan, so all ranks use the default one: {_first_line(error)}",
@@ -133,15 +130,15 @@ def decide(
             )
     words = {"plan": mine.plan.canonical(), "step_s": mine.predicted_s}
     first = share(lane, words)[0]
-    return Decision(Plan.from_canonical(first["plan"]), first["step_s"], mine.grounds)
+    return Decision(Plan.from_canonical(first["plan"]), first["step_s"], mine.inputs)
 
 
-def _choose(step: int, grounds: Grounds, allow: Allowed) -> Decision:
-    predictions = recommend(grounds.profile, grounds.cluster, allow=allow)
+def _choose(step: int, inputs: ChoiceInputs, allow: Allowed) -> Decision:
+    predictions = recommend(inputs.profile, inputs.cluster, allow=allow)
     best = predictions[0]
     default = next(each for each in predictions if each.plan == Plan())
-    say(choice(best, default, step, grounds.cluster.calibrated))
-    return Decision(best.plan, best.step_s, grounds)
+    say(describe_choice(best, default, step, inputs.cluster.calibrated))
+    return Decision(best.plan, best.step_s, inputs)
 
 
 def _first_line(error: Exception) -> str:

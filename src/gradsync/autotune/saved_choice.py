@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 
 _KEY, _NBYTES = "gradsync.auto", 1024
 
 
-class Chosen(NamedTuple):
+class SavedChoice(NamedTuple):
     """Plain data, so that ranks can send it."""
 
     plan: dict[str, Any]  # in its canonical form
@@ -22,8 +22,8 @@ class Chosen(NamedTuple):
     allow: str  # and from what
 
 
-def flatten(chosen: Chosen | None) -> dict[str, torch.Tensor]:
-    """As savers take it; None: nothing was chosen yet.
+def flatten(chosen: SavedChoice | None) -> dict[str, torch.Tensor]:
+    """A choice as savers take it; None: nothing was chosen yet.
 
     >>> flatten(None)["gradsync.auto"].shape
     torch.Size([1024])
@@ -34,10 +34,10 @@ def flatten(chosen: Chosen | None) -> dict[str, torch.Tensor]:
     return {_KEY: torch.frombuffer(bytearray(data.ljust(_NBYTES)), dtype=torch.uint8).clone()}
 
 
-def read(state: Mapping[str, torch.Tensor]) -> Chosen | None:
+def read(state: Mapping[str, torch.Tensor]) -> SavedChoice | None:
     """What a state says of it.
 
-    >>> chosen = Chosen(Plan().canonical(), 0.25, 2, "exact")
+    >>> chosen = SavedChoice(Plan().canonical(), 0.25, 2, "exact")
     >>> read(flatten(chosen)) == chosen, read({})
     (True, None)
     """
@@ -45,7 +45,7 @@ def read(state: Mapping[str, torch.Tensor]) -> Chosen | None:
     if not text:
         return None
     try:
-        chosen = Chosen(**json.loads(text))
+        chosen = SavedChoice(**json.loads(text))
         Plan.from_canonical(chosen.plan)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{_KEY} of this state is not what gs.auto() saved ({error}); load it as it was") from None

@@ -35,7 +35,7 @@ class StepClock(Protocol):
 
 
 class HostClock:
-    """The host's own."""
+    """The host's own clock."""
 
     def now(self) -> float:
         return time.perf_counter()
@@ -51,7 +51,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Of a GPU, which runs behind the host."""
+    """The clock of a GPU, which runs behind the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -78,8 +78,8 @@ def clock_for(devices: Iterable[torch.device]) -> StepClock:
     return DeviceClock(gpus[0]) if len(gpus) == len(found) == 1 else HostClock()
 
 
-class Border(NamedTuple):
-    """Where one part of a step ends and the next begins."""
+class Timestamp(NamedTuple):
+    """The time at which one part of a step ends and the next begins."""
 
     moment: Moment
     queued_s: float  # how long this thread had waited for a core until then
@@ -89,19 +89,19 @@ class Border(NamedTuple):
 class Pass(NamedTuple):
     """A forward and its backward."""
 
-    forward: Border
-    backward: Border
-    end: Border
+    forward: Timestamp
+    backward: Timestamp
+    end: Timestamp
 
 
 class Lap(NamedTuple):
     """The moments of one step."""
 
-    start: Border
-    stop: Border
+    start: Timestamp
+    stop: Timestamp
     passes: list[Pass]
     arrivals: dict[int, Moment]  # by parameter
-    optimizer: list[tuple[Border, Border]]
+    optimizer: list[tuple[Timestamp, Timestamp]]
     waited: bool  # from the end of the last backward to the end of the lap
 
 
@@ -129,20 +129,20 @@ class Stopwatch:
         self._start_lap()
 
     def _start_lap(self) -> None:
-        self._start = self._latest = self._border()
-        self._forward: Border | None = None
+        self._start = self._latest = self._now()
+        self._forward: Timestamp | None = None
         self._backward = self._start
-        self._optimizer_since: Border | None = None
+        self._optimizer_since: Timestamp | None = None
         self._passes: list[Pass] = []
         self._arrivals: dict[int, Moment] = {}
-        self._optimizer: list[tuple[Border, Border]] = []
+        self._optimizer: list[tuple[Timestamp, Timestamp]] = []
 
     def forward_begins(self) -> None:
         if self._forward is None:
-            self._forward = self._border()
+            self._forward = self._now()
 
     def backward_begins(self) -> None:
-        self._backward = self._border()
+        self._backward = self._now()
 
     def arrived(self, index: int) -> None:
         self._arrivals[index] = self._clock.now()
@@ -150,23 +150,23 @@ class Stopwatch:
     def backward_ends(self) -> None:
         # Parts of a model that are called one by one tell of no forward: then it is all that came before.
         begun = self._latest if self._forward is None else self._forward
-        self._latest = self._border()
+        self._latest = self._now()
         self._passes.append(Pass(begun, self._backward, self._latest))
         self._forward = None
 
     def optimizer_begins(self) -> None:
-        self._optimizer_since = self._border()
+        self._optimizer_since = self._now()
 
     def optimizer_ends(self) -> None:
         if self._optimizer_since is not None:
-            self._latest = self._border()
+            self._latest = self._now()
             self._optimizer.append((self._optimizer_since, self._latest))
             self._optimizer_since = None
 
     def lap(self, counts: bool, waited: bool) -> None:
         """A step has ended, and the next begins; `waited`: since its last backward, for other ranks."""
         if counts and self._passes:
-            stop = self._border()
+            stop = self._now()
             self._laps.append(Lap(self._start, stop, self._passes, self._arrivals, self._optimizer, waited))
         self._start_lap()
 
@@ -174,10 +174,10 @@ class Stopwatch:
         """All laps that counted, in seconds."""
         return [self._read(lap) for lap in self._laps]
 
-    def _border(self) -> Border:
-        return Border(self._clock.now(), self._clock.queued_s(), threading.get_ident())
+    def _now(self) -> Timestamp:
+        return Timestamp(self._clock.now(), self._clock.queued_s(), threading.get_ident())
 
-    def _seconds(self, first: Border, last: Border) -> float:
+    def _seconds(self, first: Timestamp, last: Timestamp) -> float:
         seconds = self._clock.seconds(first.moment, last.moment)
         queued = last.queued_s - first.queued_s if first.thread == last.thread else 0.0
         return max(0.0, seconds - queued)

@@ -11,15 +11,15 @@ import torch
 
 from gradsync.agreement.header import Call, Flag
 from gradsync.checkpoint.format import (
-    Part,
+    OwnState,
     SavedRunState,
-    Shared,
+    SharedState,
     State,
     add_up,
-    fitting,
     flatten,
     flatten_part,
     flatten_shared,
+    shorten,
 )
 from gradsync.checkpoint.redistribute import changes, gather, receive
 from gradsync.compress import toml
@@ -27,13 +27,12 @@ from gradsync.engine.loop import Steps
 from gradsync.engine.step import Synchronization
 from gradsync.exchange.means import level
 from gradsync.exchange.residuals import Kept
-from gradsync.pace.contract import Held, Pace
-from gradsync.pace.contract import SavedPace as PaceState
+from gradsync.pace.contract import OpenWindow, Pace, SavedPace
 from gradsync.plan import paces
 from gradsync.transport.lane import Lane
 
 
-class Keeper:
+class StateCollector:
     """Knows which parts of the engine have something to keep."""
 
     def __init__(self, steps: Steps) -> None:
@@ -62,27 +61,27 @@ class Keeper:
     @property
     def _recipe(self) -> str:
         plan = self._steps.plan
-        return fitting(json.dumps({"combine": plan.combine, "compress": toml.canonical(plan.compress)}))
+        return shorten(json.dumps({"combine": plan.combine, "compress": toml.canonical(plan.compress)}))
 
     # Taking
 
     def state(self) -> State:
-        """This rank's. A batch that raised is finished first, as the others have done; not while it is handled."""
+        """This rank's state. A batch that raised is finished first, as by the others; not while it is handled."""
         if sys.exception() is None and not self._steps.failed:
             self._steps.aborted.put_right_before_saving()
         return flatten(self._saved())
 
     def state_of_all(self) -> State:
-        """Every rank's, on rank 0."""
+        """Every rank's state, on rank 0."""
         self._steps.meet(Call.GATHER)
         rank, saved = self._lane.groups.rank, self._saved()
         with self._steps.failing():
             return gather(self._lane, flatten_shared(saved), flatten_part(rank, saved.parts[rank], saved.shared.step))
 
     def _saved(self) -> SavedRunState:
-        pace, held = self._pace.state(), self._pace.held()
+        pace, held = self._pace.state(), self._pace.open_window()
         kept = self._synchronization.sender.kept()  # after the pace has waited for what is under way
-        shared = Shared(
+        shared = SharedState(
             step=self._lane.step,
             world_size=self._lane.groups.size,
             unit=self._synchronization.weighting.unit,
@@ -94,7 +93,7 @@ class Keeper:
         weighed = None if by_hand else self._synchronization.weighting.state()
         num_hidden = len(held.hidden) + held.num_shown
         aborted = self._steps.aborted.spoiled if held.backwards else 0
-        part = Part(kept.residuals, held.hidden, num_hidden, weighed, pace.own, int(aborted))
+        part = OwnState(kept.residuals, held.hidden, num_hidden, weighed, pace.own, int(aborted))
         mark = {f"{self._kind}.apart": torch.tensor(int(self._pace.replicas_differ), device="cpu")}
         stored = pace.shared if self._pace.engine_averages else pace.shared | mark
         return SavedRunState(shared, kept.factors, {self._lane.groups.rank: part}, stored)
@@ -102,39 +101,39 @@ class Keeper:
     # Giving
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Continue from it. Nothing has changed here before all ranks have found that they can."""
+        """Continue from a saved state. Nothing has changed here before all ranks have found that they can."""
         self._steps.meet(Call.LOAD)
         keeps = len(self._synchronization.sender.kept().residuals)
-        taken, hand = receive(self._lane, state, self._shapes, keeps, self._steps.failing)
+        taken, redistribution = receive(self._lane, state, self._shapes, keeps, self._steps.failing)
         with self._steps.failing():
-            goes_on = hand.whole and self._pace.has_room_for(taken.shared.backwards)
-            self._continue(taken, goes_on)
-            self._load_pace(taken, hand.whole)
+            window_continues = redistribution.whole and self._pace.has_room_for(taken.shared.backwards)
+            self._continue(taken, window_continues)
+            self._load_pace(taken, redistribution.whole)
             self._steps.step_counts.begin_anew()
         if self._lane.groups.rank == 0:  # all ranks see the same
-            for change in (*changes(taken, hand, self._recipe), *self._changes(taken, goes_on)):
+            for change in (*changes(taken, redistribution, self._recipe), *self._changes(taken, window_continues)):
                 warnings.warn(f"{self._lane.place()} {change}", stacklevel=3)
 
     def _load_pace(self, taken: SavedRunState, whole: bool) -> None:
-        self._pace.load(PaceState(taken.pace, _own(taken, self._lane.groups.rank) if whole else {}))
+        self._pace.load(SavedPace(taken.pace, _own(taken, self._lane.groups.rank) if whole else {}))
         others = [key for key in taken.pace if key.endswith(".apart") and key != f"{self._kind}.apart"]
         if any(bool(taken.pace[key]) for key in others) and not self._pace.replicas_differ:
             # Every rank may have loaded a model of its own, and this pace keeps them equal.
             level(self._lane, self._synchronization.exact, [entry.param for entry in self._synchronization.entries])
 
-    def _continue(self, taken: SavedRunState, goes_on: bool) -> None:
+    def _continue(self, taken: SavedRunState, window_continues: bool) -> None:
         shared, parts = taken.shared, list(taken.parts.values())
         self._synchronization.sender.replace(Kept(add_up(parts), taken.factors))
         self._synchronization.bucket_order.arrange(shared.arrangement)
-        held = Held(shared.backwards, parts[0].hidden) if goes_on else Held(0, {})
+        held = OpenWindow(shared.backwards, parts[0].hidden) if window_continues else OpenWindow(0, {})
         self._synchronization.continue_window(held.backwards, set(held.hidden))
-        self._pace.hold(held)
-        self._synchronization.weighting.continue_at(shared.unit, parts[0].weight if goes_on else None)
-        self._steps.aborted.step_ends(spoiled=Flag(parts[0].aborted if goes_on else 0))
+        self._pace.resume_window(held)
+        self._synchronization.weighting.continue_at(shared.unit, parts[0].weight if window_continues else None)
+        self._steps.aborted.step_ends(spoiled=Flag(parts[0].aborted if window_continues else 0))
         self._steps.aborted.retries.another_batch()
         self._lane.session.continue_at(shared.step)
 
-    def _changes(self, taken: SavedRunState, goes_on: bool) -> Iterator[str]:
+    def _changes(self, taken: SavedRunState, window_continues: bool) -> Iterator[str]:
         """What else is not as it was."""
         shared, stored = taken.shared, {key.partition(".")[0] for key in taken.pace}
         if stored - {self._kind}:
@@ -143,7 +142,7 @@ class Keeper:
                 "lost (averages under way, global parameters and their momentum), and this one begins anew, from the "
                 "mean of the ranks' parameters where they differ"
             )
-        if shared.backwards and not goes_on:
+        if shared.backwards and not window_continues:
             yield (
                 f"this state was saved inside a window of accumulate(k), {shared.backwards} backward calls after its "
                 "beginning, and their gradients are lost: the window begins anew. To go on in it takes the same pace, "

@@ -5,7 +5,7 @@
     gradsync.recipe                                           which compressor, with its seeds
     gradsync.factor.<param>                                   PowerSGD's Q
     gradsync.pace.<key>                                       what the pace stores, as its file says
-    gradsync.auto                                             the plan that gs.auto() chose: see `chosen`
+    gradsync.auto                                             the plan that gs.auto() chose: see `saved_choice`
     gradsync.rank<R>.residual.<param>                         what rank R has not sent yet
     gradsync.rank<R>.hidden.<param>                           its gradients of an open window of accumulate(k)
     gradsync.rank<R>.num_hidden, .num_residuals, .weight      how many those are; its batch weights
@@ -50,14 +50,14 @@ class Arrangement(NamedTuple):
     learned: bool  # whether the order is that of arrival
 
 
-class Shared(NamedTuple):
+class SharedState(NamedTuple):
     """What is equal on all ranks."""
 
     step: int
     world_size: int
     unit: float  # see `weighting`
     backwards: int  # since the open window began
-    recipe: str  # the compressor as text, made `fitting`: in ASCII
+    recipe: str  # the compressor as text in ASCII, as `shorten` leaves it
     arrangement: Arrangement
 
     @property
@@ -65,7 +65,7 @@ class Shared(NamedTuple):
         return hashlib.blake2b(json.dumps(self).encode(), digest_size=16).hexdigest()
 
 
-def fitting(recipe: str) -> str:
+def shorten(recipe: str) -> str:
     """The recipe in as many characters as every state has for it: of a long one the beginning, and a digest."""
     if len(recipe) <= _RECIPE_LENGTH:
         return recipe
@@ -73,7 +73,7 @@ def fitting(recipe: str) -> str:
     return f"{recipe[: _RECIPE_LENGTH - 36]}... {digest}"
 
 
-class Part(NamedTuple):
+class OwnState(NamedTuple):
     """What one rank alone has."""
 
     residuals: State
@@ -92,17 +92,17 @@ class Part(NamedTuple):
 class SavedRunState(NamedTuple):
     """The state of a run: of one rank, of several, or of all."""
 
-    shared: Shared
+    shared: SharedState
     factors: State
-    parts: dict[int, Part]
+    parts: dict[int, OwnState]
     pace: State = {}  # noqa: RUF012  # what the pace stores, equal on all ranks
 
 
 def flatten(saved: SavedRunState) -> State:
     """The state as savers take it.
 
-    >>> shared = Shared(41, 2, 1.0, 0, "int8", Arrangement(["bias", "weight"], [], True))
-    >>> state = flatten(SavedRunState(shared, {}, {1: Part({"weight": torch.zeros(2, 3)}, {}, 0)}))
+    >>> shared = SharedState(41, 2, 1.0, 0, "int8", Arrangement(["bias", "weight"], [], True))
+    >>> state = flatten(SavedRunState(shared, {}, {1: OwnState({"weight": torch.zeros(2, 3)}, {}, 0)}))
     >>> [key.removeprefix("gradsync.rank1.") for key in state if "rank" in key]
     ['step', 'num_hidden', 'num_residuals', 'weight', 'residual.weight']
     """
@@ -131,7 +131,7 @@ def flatten_shared(saved: SavedRunState) -> State:
     }
 
 
-def flatten_part(rank: int, part: Part, step: int) -> State:
+def flatten_part(rank: int, part: OwnState, step: int) -> State:
     """What this rank alone has."""
     state = {
         "step": torch.tensor(step, device="cpu"),
@@ -170,7 +170,7 @@ def read(state: Mapping[str, torch.Tensor], shapes: Shapes) -> SavedRunState | N
     return SavedRunState(shared, _below(state, _FACTOR), read_parts(state, shapes), _below(state, _PACE))
 
 
-def _check_steps(state: Mapping[str, torch.Tensor], shared: Shared) -> None:
+def _check_steps(state: Mapping[str, torch.Tensor], shared: SharedState) -> None:
     """Files that a larger run has left behind have the names of files of this one."""
     found = {key: _OWN.fullmatch(key) for key in state}
     steps = {int(match[1]): int(state[key]) for key, match in found.items() if match and match[2] == "step"}
@@ -187,10 +187,10 @@ def _below(state: Mapping[str, torch.Tensor], prefix: str) -> State:
     return {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
 
 
-def _read_shared(state: Mapping[str, torch.Tensor]) -> Shared:
+def _read_shared(state: Mapping[str, torch.Tensor]) -> SharedState:
     order = json.loads(_to_text(state["gradsync.order"]))
     held = sorted(name for name, is_held in zip(order, state["gradsync.held"].tolist(), strict=True) if is_held)
-    return Shared(
+    return SharedState(
         int(state["gradsync.step"]),
         int(state["gradsync.world_size"]),
         float(state["gradsync.unit"]),
@@ -200,7 +200,7 @@ def _read_shared(state: Mapping[str, torch.Tensor]) -> Shared:
     )
 
 
-def read_parts(state: Mapping[str, torch.Tensor], shapes: Shapes) -> dict[int, Part]:
+def read_parts(state: Mapping[str, torch.Tensor], shapes: Shapes) -> dict[int, OwnState]:
     """What each rank alone has, of those in this dict."""
     found: dict[int, dict[str, State]] = {}
     for key, tensor in state.items():
@@ -210,7 +210,7 @@ def read_parts(state: Mapping[str, torch.Tensor], shapes: Shapes) -> dict[int, P
     return {rank: _read_part(found[rank], shapes) for rank in sorted(found)}
 
 
-def _read_part(kinds: dict[str, State], shapes: Shapes) -> Part:
+def _read_part(kinds: dict[str, State], shapes: Shapes) -> OwnState:
     residuals, hidden = kinds.get("residual", {}), dict(kinds.get("hidden", {}))
     for name, residual in residuals.items():
         if tuple(residual.shape) != tuple(shapes.get(name, ())):
@@ -232,18 +232,18 @@ def _read_part(kinds: dict[str, State], shapes: Shapes) -> Part:
     weight = tuple(kinds["weight"][""].reshape(-1).tolist()) if "weight" in kinds else None
     num_hidden = int(kinds["num_hidden"][""]) if "num_hidden" in kinds else 0
     aborted = int(kinds["aborted"][""]) if "aborted" in kinds else 0
-    return Part(residuals, hidden, num_hidden, weight, kinds.get("pace", {}), aborted)
+    return OwnState(residuals, hidden, num_hidden, weight, kinds.get("pace", {}), aborted)
 
 
-def add_up(parts: Iterable[Part]) -> State:
+def add_up(parts: Iterable[OwnState]) -> State:
     """The residuals of several ranks as those of one, which then answers for all of them.
 
     Nothing is scaled, whatever the number of ranks was and is: a bucket carries a rank's share of the mean,
     w·g/(n·k·u), so a residual was divided by the old n when it was a gradient. What the mean is still owed is the sum
     of residuals, over however many ranks. With combine="sum" nothing was divided, and the same holds.
 
-    >>> one, two = Part({"weight": torch.ones(2)}, {}, 0), Part({"weight": torch.ones(2), "bias": torch.ones(1)}, {}, 0)
-    >>> add_up([one, two])
+    >>> one = OwnState({"weight": torch.ones(2)}, {}, 0)
+    >>> add_up([one, OwnState({"weight": torch.ones(2), "bias": torch.ones(1)}, {}, 0)])
     {'weight': tensor([2., 2.]), 'bias': tensor([1.])}
     """
     total: State = {}

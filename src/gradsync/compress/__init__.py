@@ -1,13 +1,14 @@
-"""What travels: recipes that turn gradients into few bytes, as data; pure and without communication.
+"""What travels: recipes that turn gradients into few bytes, as data; without communication.
 
-A recipe (`integers.int8()`, `warmup.warmup(c, steps)`, …) decides for each parameter, as one `choice.Choice`.
-Its codec is of one of four families, which differ in how their payloads meet those of other ranks:
+A recipe (`integers.int8()`, `wrappers.warmup(c, steps)`, …) decides for each parameter, as one `recipe.Choice`. What
+a codec is, is in one file: its arguments, what it keeps, what it computes, and its rounds (`rounds`), which the
+pipeline runs, the planner prices and the probe times.
 
-    cast        every element in 16 bits                        added as they are
-    randomk     the same few elements on every rank             added as they are
-    powersgd    two thin factors of a matrix                    added, one factor after the other
-    blocks      a scale or indices per block, few bits each     decoded, then added
+    cast        every element in 16 bits                        one sum
+    randomk     the same few elements on every rank             one sum
+    powersgd    two thin factors of a matrix                    two sums, one factor after the other
+    blocks      a scale or indices per block, few bits each     gathered and decoded, then added
 
-`blocks.partition` says where each block's bytes lie, and `kernels.blocks` fills them; `recipes` writes any
+`blocks.partition` says where each block's bytes lie, and `kernels.block_kernels` fills them; `toml` writes any
 composition as plain data and reads it back.
 """

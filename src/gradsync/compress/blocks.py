@@ -9,6 +9,18 @@
 
 Borders of blocks, owners and numbers of parameters depend on the parameter alone, so that a parameter's result
 is the same, bit by bit, in whatever bucket it travels.
+
+Payloads cannot be added up, so each is decoded. Two ways, whichever sends fewer bytes:
+
+gather      everybody sends its whole payload to everybody, and decodes all: (n − 1) · c bytes, encoded once
+two phases  everybody answers for a part: it gets that part of all payloads, adds them up, encodes the sum and
+            sends it to all: 2 · (n − 1) / n · c bytes, encoded twice
+
+With two ranks they send the same, so the first serves; in shared memory it sends nothing at all.
+
+Note [What a sum loses]
+    The second encoding loses something too. Who made it adds that to its own residual, in which it is sent with
+    the next gradient. So whatever was not applied is in the residuals: Σ gradients == applied + Σ residuals.
 """
 
 from __future__ import annotations
@@ -16,14 +28,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from gradsync.compress.recipe import Choice, Param, if_real, number_of
-from gradsync.kernels.block_kernels import ALIGN_NBYTES, BODY, HEAD, KEPT, BlockTable, Code
+from gradsync.compress.param import Param, Span, number_of
+from gradsync.compress.recipe import Codec
+from gradsync.compress.rounds import Bucket, Compute, Gather, Rounds, Trade
+from gradsync.kernels.block_kernels import ALIGN_NBYTES, BODY, HEAD, KEPT, BlockTable, Code, Mode, decode, encode
 
 MIN_BLOCK = 32
 _INT32_END = 1 << 31
@@ -38,11 +52,9 @@ def two_phases_pay(size: int, in_memory: bool) -> bool:
     return size > 2 and not in_memory
 
 
-class BlockCodec(ABC):
+class BlockCodec(Codec, ABC):
     """Codes each block by itself: a head (a scale, or indices) and a body."""
 
-    name: ClassVar[str]
-    summable: ClassVar[bool] = False
     block: int
 
     @abstractmethod
@@ -62,11 +74,8 @@ class BlockCodec(ABC):
         return 0
 
     def key(self, step: int, salt: int = 0) -> int:
-        """What rounding at random draws from; see `keys.key_of`."""
+        """What rounding at random draws from; see `key_of`."""
         return 0
-
-    def choose(self, param: Param) -> Choice:
-        return if_real(self, param)
 
     def nbytes(self, param: Param) -> int:
         num_whole, rest = divmod(param.numel, self.block)
@@ -74,13 +83,50 @@ class BlockCodec(ABC):
         heads = sum(count * self.head_nbytes(length) for count, length in blocks)
         return align(heads) + sum(count * self.body_nbytes(length) for count, length in blocks)
 
+    def rounds(self, bucket: Bucket) -> Rounds:
+        """See the two ways above."""
+        return (_two_phases if two_phases_pay(bucket.size, bucket.in_memory) else _gather)(self, bucket)
 
-class Span(NamedTuple):
-    """A parameter's place in a bucket's flat tensor."""
 
-    name: str
-    start: int
-    numel: int
+def _gather(codec: BlockCodec, bucket: Bucket) -> Rounds:
+    """Everybody's payload to everybody."""
+    claimed, rank = sum(map(codec.nbytes, bucket.params)), bucket.rank
+    table = bucket.prepare(lambda: partition(codec, bucket.spans, 1, bucket.device).whole)
+    rows = bucket.rows(bucket.size, lambda: table.nbytes, claimed)
+
+    def encode_mine(step: int) -> None:
+        mode = Mode.NONE if bucket.residual is None else Mode.FEEDBACK
+        encode(codec.code(), bucket.flat, bucket.residual, table, rows.near[rank], mode, codec.key(step, 2 * rank))
+
+    yield Compute(encode_mine, encode=1)
+    yield Gather(rows)
+    yield Compute(lambda step: decode(codec.code(), rows.near, table, bucket.flat), decode=bucket.size)
+
+
+def _two_phases(codec: BlockCodec, bucket: Bucket) -> Rounds:
+    """Everybody's payload to who answers for it, and sums back."""
+    claimed, rank, size = sum(map(codec.nbytes, bucket.params)), bucket.rank, bucket.size
+    parts = bucket.prepare(lambda: partition(codec, bucket.spans, size, bucket.device))
+    # Our payload, by who answers for it; and our part of everybody's, later the sums of all parts.
+    mine = bucket.rows(size, lambda: parts.part_nbytes, claimed)
+    theirs = bucket.rows(size, lambda: parts.part_nbytes, claimed / size)
+
+    def encode_mine(step: int) -> None:
+        mode = Mode.NONE if bucket.residual is None else Mode.FEEDBACK
+        key = codec.key(step, 2 * rank)
+        encode(codec.code(), bucket.flat, bucket.residual, parts.whole, mine.near.view(-1), mode, key)
+
+    def add_up(step: int) -> None:
+        code, part = codec.code(), parts.parts[rank]
+        decode(code, theirs.near, part, bucket.flat)
+        mode = Mode.NONE if bucket.residual is None else Mode.ABSORB
+        encode(code, bucket.flat, bucket.residual, part, theirs.near[rank], mode, codec.key(step, 2 * rank + 1))
+
+    yield Compute(encode_mine, encode=1)
+    yield Trade(theirs, mine)
+    yield Compute(add_up, encode=1 / size, decode=1)
+    yield Gather(theirs)
+    yield Compute(lambda step: decode(codec.code(), theirs.near.view(1, -1), parts.whole, bucket.flat), decode=1)
 
 
 class Parts(NamedTuple):

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from gradsync.compress.recipe import EXACT, Choice, Compressor, Param, check_compressor, check_whole
+from gradsync.compress.param import Param
+from gradsync.compress.recipe import EXACT, Choice, Compressor, check_compressor, check_whole
 
 
 @dataclass(frozen=True)

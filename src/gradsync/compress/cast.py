@@ -1,4 +1,7 @@
-"""Casts: every element in 16 bits. Half the bytes of fp32, and payloads add up like any tensor."""
+"""Casts: every element in 16 bits. Half the bytes of fp32, and payloads add up like any tensor.
+
+Gradients were divided by the number of ranks, so sums do not overflow.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,16 @@ from typing import ClassVar
 
 import torch
 
-from gradsync.compress.recipe import EXACT, Choice, Param
+from gradsync.compress.param import Param
+from gradsync.compress.recipe import EXACT, Choice, Codec, Traffic
+from gradsync.compress.rounds import Bucket, Compute, Payload, Rounds, Sum
 
 
-class Cast(ABC):
+class Cast(Codec, ABC):
     """A narrower dtype."""
 
-    name: ClassVar[str]
-    summable: ClassVar[bool] = True
+    quality = "16-bit"
+    traffic = Traffic(6.0, 6.0)
     dtype: ClassVar[torch.dtype]
 
     def choose(self, param: Param) -> Choice:
@@ -24,6 +29,24 @@ class Cast(ABC):
 
     def nbytes(self, param: Param) -> int:
         return param.numel * self.dtype.itemsize
+
+    def rounds(self, bucket: Bucket) -> Rounds:
+        """One sum."""
+        payload = bucket.numbers(bucket.numel, self.dtype)
+        yield Compute(lambda step: _encode(bucket, payload), encode=1)
+        yield Sum(payload)
+        yield Compute(lambda step: bucket.flat.copy_(payload.near), decode=1)
+
+
+def _encode(bucket: Bucket, payload: Payload) -> None:
+    flat, residual, sent = bucket.flat, bucket.residual, payload.near
+    if residual is None:
+        sent.copy_(flat)
+        return
+    residual += flat
+    sent.copy_(residual)
+    residual -= sent
+    residual.masked_fill_(~residual.isfinite(), 0)  # what overflowed is seen by the user, and gone afterwards
 
 
 @dataclass(frozen=True)

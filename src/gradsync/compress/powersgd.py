@@ -10,32 +10,28 @@ Both means are sums of tensors, so that they ride any all-reduce. Vogels, Karimi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from itertools import groupby
+from typing import ClassVar, NamedTuple
 
 import torch
 
-from gradsync.compress.recipe import (
-    EXACT,
-    MAX_SEED,
-    Choice,
-    Compressor,
-    Param,
-    check_whole,
-    if_real,
-    is_number,
-    number_of,
-)
+from gradsync.compress.param import Param, Span, number_of
+from gradsync.compress.recipe import EXACT, MAX_SEED, Choice, Codec, Compressor, Traffic, check_whole, is_number
+from gradsync.compress.rounds import Bucket, Compute, Payload, Rounds, Sum
 from gradsync.compress.wrappers import with_feedback
+from gradsync.kernels.powersgd_kernels import orthogonalize, project, project_back, restore
+
+_MEASURED_RANK = 4  # by probes, and where nobody measured
 
 
 @dataclass(frozen=True)
-class PowerSGD:
+class PowerSGD(Codec):
     """See `powersgd`."""
 
     name: ClassVar[str] = "powersgd"
-    summable: ClassVar[bool] = True
+    traffic = Traffic(12.0, 8.0, 8.0)
 
     rank: int = 4
     min_ratio: float = 2.0
@@ -54,10 +50,25 @@ class PowerSGD:
     def choose(self, param: Param) -> Choice:
         if len(param.shape) < 2 or self.rank >= min(matrix(param.shape)):
             return EXACT
-        return if_real(self, param) if self.nbytes(param) * self.min_ratio <= param.nbytes else EXACT
+        return super().choose(param) if self.nbytes(param) * self.min_ratio <= param.nbytes else EXACT
 
     def nbytes(self, param: Param) -> int:
         return torch.float32.itemsize * self.rank * sum(matrix(param.shape))
+
+    def start(self, param: Param) -> torch.Tensor:
+        return start_q(param, self.rank, self.seed)
+
+    def rounds(self, bucket: Bucket) -> Rounds:
+        """Two sums of thin matrices, P and then Q, which the pipeline pipelines over buckets."""
+        sides = zip(*(matrix(param.shape) for param in bucket.params), strict=True)
+        p, q = (bucket.numbers(self.rank * sum(side), torch.float32) for side in sides)
+        work = bucket.prepare(lambda: _Factoring(self, bucket, p, q))
+        cost = (1 + self.rank / _MEASURED_RANK) / 2  # half of it is reading the matrix, whatever the rank
+        yield Compute(lambda step: work.project(), encode=cost)
+        yield Sum(p)
+        yield Compute(lambda step: work.project_back(), between=cost)
+        yield Sum(q)
+        yield Compute(lambda step: work.restore(), decode=cost)
 
 
 def powersgd(rank: int = 4, min_ratio: float = 2.0, seed: int = 0, feedback: bool = True) -> Compressor:
@@ -89,3 +100,87 @@ def start_q(param: Param, rank: int, seed: int) -> torch.Tensor:
     """
     generator = torch.Generator("cpu").manual_seed(number_of(param.name) ^ seed)
     return torch.randn(matrix(param.shape)[1], rank, generator=generator, dtype=torch.float32, device="cpu")
+
+
+class _Batch(NamedTuple):
+    """Matrices of like shape that lie one after the other."""
+
+    params: list[Param]
+    grad: torch.Tensor  # [count, rows, cols], as views
+    residual: torch.Tensor
+    p: torch.Tensor  # [count, rows, rank], where it is added up
+    q: torch.Tensor  # [count, cols, rank], likewise
+    start: torch.Tensor  # the first q
+
+
+class _Factoring:
+    """A bucket of matrices, and its payloads."""
+
+    def __init__(self, codec: PowerSGD, bucket: Bucket, p: Payload, q: Payload) -> None:
+        self._codec, self._bucket, self._p, self._q = codec, bucket, p, q
+        # Without feedback the sum of gradient and nothing is made in the same place.
+        self._scratch = torch.zeros_like(bucket.flat, dtype=torch.float32) if bucket.residual is None else None
+        self._batches = list(self._make_batches())
+        self._before: list[torch.Tensor] = []  # of the step under way: Q of the last one,
+        self._own: list[torch.Tensor] = []  # and this rank's part of the new one
+
+    def _make_batches(self) -> Iterator[_Batch]:
+        p_at, q_at, rank = 0, 0, self._codec.rank
+        residual = self._bucket.residual if self._scratch is None else self._scratch
+        assert residual is not None
+        placed = list(zip(self._bucket.params, self._bucket.spans, strict=True))
+        for (rows, cols), group in groupby(placed, lambda each: matrix(each[0].shape)):
+            for params, start in _side_by_side(list(group), rows * cols):
+                count = len(params)
+                p = self._p.near[p_at : p_at + count * rows * rank].view(count, rows, rank)
+                q = self._q.near[q_at : q_at + count * cols * rank].view(count, cols, rank)
+                here = slice(start, start + count * rows * cols)
+                grad, left = (flat[here].view(count, rows, cols) for flat in (self._bucket.flat, residual))
+                first = torch.stack([self._codec.start(param) for param in params]).to(grad.device)
+                yield _Batch(params, grad, left, p, q, first)
+                p_at, q_at = p_at + p.numel(), q_at + q.numel()
+
+    def project(self) -> None:
+        if self._scratch is not None:
+            self._scratch.zero_()
+        factors = self._bucket.factors
+        self._before = [torch.stack([factors[param.name] for param in batch.params]) for batch in self._batches]
+        for batch, q in zip(self._batches, self._before, strict=True):
+            batch.p.copy_(project(batch.grad, batch.residual, q))
+
+    def project_back(self) -> None:
+        self._own = []
+        for batch in self._batches:
+            orthogonalize(batch.p)
+            self._own.append(project_back(batch.residual, batch.p))
+            batch.q.copy_(self._own[-1])
+
+    def restore(self) -> None:
+        for batch, q_own, q_before in zip(self._batches, self._own, self._before, strict=True):
+            restore(batch.grad, batch.residual, batch.p, q_own, batch.q)
+            self._keep(batch, q_before)
+        self._before, self._own = [], []
+
+    def _keep(self, batch: _Batch, before: torch.Tensor) -> None:
+        """Where the next step begins; after a NaN: where this one did.
+
+        A matrix of a lower rank leaves columns of zeros, from which no step would ever find anything again: anew.
+        """
+        sound = batch.q.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+        found = torch.where((batch.q == 0).all(-2, keepdim=True), batch.start, batch.q)
+        for param, q in zip(batch.params, torch.where(sound, found, before), strict=True):
+            self._bucket.factors[param.name] = q
+
+
+def _side_by_side(placed: list[tuple[Param, Span]], numel: int) -> Iterator[tuple[list[Param], int]]:
+    """Cut where there is a gap between neighbours: a batch is one contiguous view. Each with where it begins."""
+    params: list[Param] = []
+    begin = 0
+    for param, span in placed:
+        if params and span.start != begin + len(params) * numel:
+            yield params, begin
+            params = []
+        if not params:
+            begin = span.start
+        params.append(param)
+    yield params, begin

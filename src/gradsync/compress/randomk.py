@@ -13,18 +13,9 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import torch
 
-from gradsync.compress.blocks import Span
-from gradsync.compress.recipe import (
-    MAX_SEED,
-    Choice,
-    Compressor,
-    Param,
-    check_density,
-    check_whole,
-    if_real,
-    key_of,
-    number_of,
-)
+from gradsync.compress.param import Param, Span, key_of, number_of
+from gradsync.compress.recipe import MAX_SEED, Codec, Compressor, Traffic, check_density, check_whole
+from gradsync.compress.rounds import Bucket, Compute, Payload, Rounds, Sum
 from gradsync.compress.topk import share
 from gradsync.compress.wrappers import with_feedback
 from gradsync.kernels.block_torch import dither
@@ -46,11 +37,11 @@ class Strata(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RandomK:
+class RandomK(Codec):
     """See `randomk`."""
 
     name: ClassVar[str] = "randomk"
-    summable: ClassVar[bool] = True
+    traffic = Traffic(12.1, 4.1)
 
     density: float
     seed: int = 0
@@ -59,9 +50,6 @@ class RandomK:
         check_density("randomk", self.density)
         object.__setattr__(self, "density", float(self.density))  # 1 and 1.0 are written alike
         check_whole("randomk: seed", self.seed, 0, MAX_SEED)
-
-    def choose(self, param: Param) -> Choice:
-        return if_real(self, param)
 
     def nbytes(self, param: Param) -> int:
         return self.count(param.numel) * payload_dtype(param.dtype).itemsize
@@ -88,6 +76,43 @@ class RandomK:
         columns = np.stack([start[of] + begin, end - begin, param[of], ordinal])
         begins, lengths, params, ordinals = torch.from_numpy(columns).to(device)
         return Strata(begins, lengths, params, ordinals, self.seed)
+
+    def rounds(self, bucket: Bucket) -> Rounds:
+        """One sum."""
+        payload = bucket.numbers(sum(self.count(param.numel) for param in bucket.params), payload_dtype(bucket.dtype))
+        sampling = bucket.prepare(lambda: _Sampling(bucket, self.strata(bucket.spans, bucket.device), payload))
+        yield Compute(lambda step: sampling.encode(step), encode=1)
+        yield Sum(payload)
+        yield Compute(lambda step: sampling.decode(), decode=1)
+
+
+class _Sampling:
+    """A bucket and its payload."""
+
+    def __init__(self, bucket: Bucket, strata: Strata, payload: Payload) -> None:
+        self._bucket, self._strata, self._payload = bucket, strata, payload
+        self._places = strata.begin  # those drawn in the step under way
+        # Without feedback an element stands for all of its stratum.
+        self._weight = strata.length.to(torch.float32) if bucket.residual is None else None
+
+    def encode(self, step: int) -> None:
+        flat, residual, payload = self._bucket.flat, self._bucket.residual, self._payload.near
+        self._places = places = self._strata.indices(step)
+        if residual is not None:
+            residual += flat
+        values = flat if residual is None else residual
+        # A NaN anywhere must be seen, though its place may not be drawn; the residual is clean again afterwards.
+        spoiled = ~torch.linalg.vector_norm(values, torch.inf).isfinite()
+        drawn = values[places].float() if self._weight is None else values[places] * self._weight
+        payload.copy_(drawn.masked_fill(spoiled, torch.nan))
+        if residual is not None:
+            residual.index_copy_(0, places, drawn - payload.float())  # what a half type rounded away
+            residual.masked_fill_(spoiled, 0)
+
+    def decode(self) -> None:
+        flat = self._bucket.flat
+        flat.zero_()
+        flat.index_copy_(0, self._places, self._payload.near.to(flat.dtype))
 
 
 def randomk(density: float, seed: int = 0, feedback: bool = True) -> Compressor:

@@ -6,47 +6,59 @@
 Parameters with equal choices travel together, so a bucket has one.
 
 What recipes accept. A refusal is one sentence with the value and the way out.
-
-Numbers that all ranks know without asking: of parameters, and for what is drawn at random.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol, TypeGuard, runtime_checkable
-from zlib import crc32
+from typing import ClassVar, Literal, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import torch
 
+from gradsync.compress.param import Param
+from gradsync.compress.rounds import Bucket, Rounds
 
-class Param(NamedTuple):
-    """A parameter's gradient, as far as a compressor needs to know it."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+Quality = Literal["16-bit", "lossy"]
 
 
-@runtime_checkable
-class Codec(Protocol):
-    """How a bucket's gradients become bytes: of one of the families in `blocks`, `cast`, `randomk` and `powersgd`."""
+class Traffic(NamedTuple):
+    """Bytes of memory read and written per element, where nobody measured a codec.
 
-    name: ClassVar[str]
-    summable: ClassVar[bool]  # whether payloads of ranks may be added up; if not, each must be decoded
+    What is read and written, each once, for gradients of 4 bytes with error feedback.
+    """
 
+    encode: float
+    decode: float
+    between: float = 0.0  # two rounds
+
+
+class Codec(ABC):
+    """How a bucket's gradients travel: what becomes of them before, between and after its rounds. Frozen data.
+
+    Each codec has a file of its own beside this one, with all that anybody needs to know of it.
+    """
+
+    name: ClassVar[str]  # for people, and in a probe's file
+    quality: ClassVar[Quality] = "lossy"
+    traffic: ClassVar[Traffic] = Traffic(12.0, 8.0)
+
+    def choose(self, param: Param) -> Choice:
+        """How this parameter's gradient is to travel: a codec alone is a recipe too."""
+        return if_real(self, param)
+
+    @abstractmethod
     def nbytes(self, param: Param) -> int:
         """The bytes of this parameter's payload."""
 
-    def __hash__(self) -> int: ...
+    @abstractmethod
+    def rounds(self, bucket: Bucket) -> Rounds:
+        """What is computed and sent, in this order; at its end the bucket holds the sum over the ranks."""
+
+    def start(self, param: Param) -> torch.Tensor | None:
+        """What is kept for this parameter beside its residual, before the first step; equal on all ranks."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -61,10 +73,6 @@ class Choice:
     def nbytes(self, param: Param) -> int:
         """The bytes of one payload."""
         return param.nbytes if self.codec is None else self.codec.nbytes(param)
-
-    @property
-    def summable(self) -> bool:
-        return self.codec is None or self.codec.summable
 
     @property
     def label(self) -> str:
@@ -146,21 +154,3 @@ def check_inner(what: str, value: object) -> None:
 
 def is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def number_of(name: str) -> int:
-    """A parameter's number, 32 bits: the same on every rank and in every layout.
-
-    >>> number_of("weight")
-    130897217
-    """
-    return crc32(name.encode())
-
-
-def key_of(seed: int, step: int, salt: int = 0) -> int:
-    """32 bits for `kernels.block_codes.dither`, others in every step; `salt` tells phases or ranks apart.
-
-    >>> key_of(0, step=1) == key_of(0, step=1), key_of(0, step=1) == key_of(0, step=2)
-    (True, False)
-    """
-    return crc32(f"{seed} {step} {salt}".encode())

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gradsync.compress.blocks import MIN_BLOCK, BlockCodec, align
-from gradsync.compress.recipe import Compressor, check_block
+from gradsync.compress.recipe import Compressor, Traffic, check_block
 from gradsync.compress.wrappers import with_feedback
 from gradsync.kernels.block_kernels import MAX_BLOCK, Code, Method
 
@@ -16,6 +16,7 @@ class Sign(BlockCodec):
     """See `sign`."""
 
     name: ClassVar[str] = "sign"
+    traffic = Traffic(12.1, 4.1)
 
     block: int = 256
 
@@ -35,7 +36,7 @@ class Sign(BlockCodec):
 def sign(block: int = 256, feedback: bool = True) -> Compressor:
     """Each element's sign, times the mean of |element| over its block. Without feedback it does not converge.
 
-    >>> from gradsync.compress.recipe import Param
+    >>> from gradsync.compress.param import Param
     >>> weight = Param("weight", (1024, 1024))
     >>> sign().choose(weight).nbytes(weight), weight.nbytes
     (147456, 4194304)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from typing import ClassVar
 
 from gradsync.compress.blocks import MIN_BLOCK, BlockCodec, align
-from gradsync.compress.recipe import Compressor, check_block, check_density
+from gradsync.compress.recipe import Compressor, Traffic, check_block, check_density
 from gradsync.compress.wrappers import with_feedback
 from gradsync.kernels.block_kernels import MAX_BLOCK, Code, Method
 
@@ -21,6 +22,7 @@ class TopK(BlockCodec):
     """See `topk`."""
 
     name: ClassVar[str] = "topk"
+    traffic = Traffic(12.1, 4.1)
 
     density: float
     block: int = 1024
@@ -49,7 +51,7 @@ def topk(density: float, block: int = 1024, feedback: bool = True) -> Compressor
     An element that is sent takes 4 bytes, and each block's bytes are rounded up: at a density of 0.01, fp32 shrinks
     73 times in blocks of 1024 and 96 times in blocks of 8192.
 
-    >>> from gradsync.compress.recipe import Param
+    >>> from gradsync.compress.param import Param
     >>> weight = Param("weight", (1024, 1024))
     >>> topk(0.01).choose(weight).nbytes(weight), weight.nbytes
     (57344, 4194304)
@@ -57,6 +59,7 @@ def topk(density: float, block: int = 1024, feedback: bool = True) -> Compressor
     return with_feedback("topk", TopK(density, block), feedback)
 
 
+@lru_cache(maxsize=4096)  # a planner asks many times
 def share(density: float, length: int) -> int:
     """How many of `length` elements a density stands for, rounded up.
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gradsync.compress.recipe import Choice, Compressor, Param, check_inner, check_whole
+from gradsync.compress.param import Param
+from gradsync.compress.recipe import Choice, Compressor, check_inner, check_whole
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 
 from gradsync.agreement.documents import share
 from gradsync.agreement.outcome import HealthLog
-from gradsync.drift.digests import NUM_SHARES, ReplicaDigests, ReplicaTensor, Suspicion, replica_tensors_of
+from gradsync.drift.digests import NUM_SHARES, DigestMismatch, ReplicaDigests, ReplicaTensor, replica_tensors_of
 from gradsync.engine.replicas import broadcast_optimizer, broadcast_tensors
 from gradsync.errors import Disagreement, listed
 from gradsync.kernels.digest import digest
@@ -31,7 +31,7 @@ _FEW = 16  # elements that are exchanged as they are
 _WHAT = "the comparison of the replicas"
 
 
-class Row(NamedTuple):
+class ReplicaValue(NamedTuple):
     """What a rank holds under a name."""
 
     name: str
@@ -56,39 +56,40 @@ class Difference(NamedTuple):
         return self.name, self.groups
 
     @property
-    def decided(self) -> bool:
+    def has_majority(self) -> bool:
         """Whether anybody can say who is right: one group is larger than any other."""
         return len(self.groups[0]) > len(self.groups[1])
 
     @property
-    def odd(self) -> list[int]:
+    def outliers(self) -> list[int]:
         """The ranks that are wrong; all of them, where nobody knows."""
-        return sorted(rank for group in self.groups[int(self.decided) :] for rank in group)
+        return sorted(rank for group in self.groups[int(self.has_majority) :] for rank in group)
 
     @property
-    def is_loose(self) -> bool:
+    def is_structural(self) -> bool:
         """Whether more than the elements of a tensor differ: a value, a shape, or it is missing."""
         return len(set(self.forms)) > 1
 
 
-def compare(lane: Lane, mine: Sequence[Row]) -> list[Difference]:
+def compare(lane: Lane, mine: Sequence[ReplicaValue]) -> list[Difference]:
     """What differs, in the order in which ranks hold it; every rank calls this at once."""
     documents = [
-        {name: Row(name, *rest) for name, *rest in document["held"]} for document in share(lane, {"held": list(mine)})
+        {name: ReplicaValue(name, *rest) for name, *rest in document["held"]}
+        for document in share(lane, {"held": list(mine)})
     ]
     names = dict.fromkeys(name for document in documents for name in document)
     found = (difference_of([document.get(name) for document in documents]) for name in names)
     return [each for each in found if each is not None]
 
 
-def difference_of(rows: Sequence[Row | None]) -> Difference | None:
+def difference_of(rows: Sequence[ReplicaValue | None]) -> Difference | None:
     """How the ranks' rows of one name differ; None if they do not.
 
-    >>> a, b = Row("w", -1, "w", "float32[2]", "1f"), Row("w", -1, "w", "float32[2]", "2e")
-    >>> difference_of([a, b, a]).groups, difference_of([a, b]).decided, difference_of([a, a])
+    >>> a, b = ReplicaValue("w", -1, "w", "float32[2]", "1f"), ReplicaValue("w", -1, "w", "float32[2]", "2e")
+    >>> difference_of([a, b, a]).groups, difference_of([a, b]).has_majority, difference_of([a, a])
     (((0, 2), (1,)), False, None)
     """
-    groups: dict[Row | None, list[int]] = {}
+    groups: dict[ReplicaValue | None, list[int]] = {}
     for rank, row in enumerate(rows):
         groups.setdefault(row, []).append(rank)
     if len(groups) == 1:
@@ -99,27 +100,27 @@ def difference_of(rows: Sequence[Row | None]) -> Difference | None:
     return Difference(there.name, there.number, there.parameter, tuple(ordered), forms)
 
 
-def account(lane: Lane, difference: Difference, replica_tensor: ReplicaTensor | None) -> str:
+def describe_difference(lane: Lane, difference: Difference, replica_tensor: ReplicaTensor | None) -> str:
     """The sentence; every rank calls this at once."""
     value = None if replica_tensor is None else replica_tensor.value
-    if difference.is_loose or not isinstance(value, torch.Tensor):
-        return told(difference.name, lane, difference, list(difference.forms))
+    if difference.is_structural or not isinstance(value, torch.Tensor):
+        return describe_values(difference.name, lane, difference, list(difference.forms))
     at, values = _first_element(lane, value)
     if not value.dim():
-        return told(difference.name, lane, difference, values)
+        return describe_values(difference.name, lane, difference, values)
     index = [int(i) for i in torch.unravel_index(torch.tensor(at, device="cpu"), value.shape)]
-    return told(f"element {index} of {difference.name}", lane, difference, values)
+    return describe_values(f"element {index} of {difference.name}", lane, difference, values)
 
 
-def told(what: str, lane: Lane, difference: Difference, values: list[str]) -> str:
+def describe_values(what: str, lane: Lane, difference: Difference, values: list[str]) -> str:
     """The values of the two largest groups."""
-    usual, odd = difference.groups[:2]
-    those, these = listed(lane.global_ranks(list(usual))), listed(lane.global_ranks(list(odd)))
-    return f"{what} is {values[usual[0]]} on {those} but {values[odd[0]]} on {these}"
+    usual, outliers = difference.groups[:2]
+    those, these = listed(lane.global_ranks(list(usual))), listed(lane.global_ranks(list(outliers)))
+    return f"{what} is {values[usual[0]]} on {those} but {values[outliers[0]]} on {these}"
 
 
 def _first_element(lane: Lane, tensor: torch.Tensor) -> tuple[int, list[str]]:
-    """Where ranks differ first, and each one's value there."""
+    """The first element in which ranks differ, and each one's value there."""
     flat = tensor.detach().reshape(-1)
     low, high = 0, flat.numel()
     while high - low > _FEW:
@@ -152,67 +153,70 @@ _RESTART = "Restart all ranks from the last checkpoint"
 
 
 class Diagnosis:
-    """Remembers what it said."""
+    """The closer look, and what the guard says is to follow; it remembers what it has told."""
 
     def __init__(self, replica_digest: ReplicaDigests, policy: DriftPolicy, health_log: HealthLog) -> None:
         self._replica_digests = replica_digest
         self._policy = policy
-        self._findings = health_log
+        self._health_log = health_log
         self._known: set[tuple[str, tuple[tuple[int, ...], ...]]] = set()  # differences that were told
         self._scales: tuple[float, ...] = ()  # likewise
         self._again_at = 0  # where ranks hold other things: the step from which they look at everything again
 
-    def hold(self, lane: Lane, suspicion: Suspicion) -> None:
+    def investigate(self, lane: Lane, mismatch: DigestMismatch) -> None:
         """Find out what is behind it, and do what the guard says; every rank calls this at once."""
-        if suspicion.generation != self._replica_digests.generation or not self._is_news(lane, suspicion):
+        if mismatch.generation != self._replica_digests.generation or not self._is_new(lane, mismatch):
             return
         held = {
             each.name: each
             for each in replica_tensors_of(self._replica_digests.entries, self._replica_digests.optimizers)
         }
-        rows = [Row(name, each.number, each.parameter, each.form, f"{each.digest():x}") for name, each in held.items()]
+        rows = [
+            ReplicaValue(name, each.number, each.parameter, each.form, f"{each.digest():x}")
+            for name, each in held.items()
+        ]
         differences = compare(lane, rows)
-        self._again_at = suspicion.step + NUM_SHARES
+        self._again_at = mismatch.step + NUM_SHARES
         known, self._known = self._known, {each.pattern for each in differences}
         if not differences:
-            self._findings.drifted()
-            self._say_it_passed(lane, suspicion)
+            self._health_log.drifted()
+            self._report_passed(lane, mismatch)
         elif not self._known <= known:
-            self._findings.drifted()
+            self._health_log.drifted()
             first = next(each for each in differences if each.pattern not in known)
-            text = account(lane, first, held.get(first.name)) + _more(len(differences) - 1)
-            self._tell(lane, "drift", text, differences, first.parameter)
+            text = describe_difference(lane, first, held.get(first.name)) + _more(len(differences) - 1)
+            self._report(lane, "drift", text, differences, first.parameter)
             self._act(lane, differences, held, text, first.parameter)
 
     def compare_scales(self, lane: Lane, scales: Sequence[float]) -> None:
-        """The same for loss scales, which the headers tell; 0 where a rank does not know its own."""
-        difference = difference_of([Row("the loss scale", -1, None, f"{scale:g}", "") for scale in scales])
+        """Find out whether loss scales differ, which the headers tell; 0 where a rank does not know its own."""
+        difference = difference_of([ReplicaValue("the loss scale", -1, None, f"{scale:g}", "") for scale in scales])
         if difference is None or 0.0 in scales or self._scales == tuple(scales):
             return
         self._scales = tuple(scales)
-        self._findings.drifted()
-        text = told("the loss scale", lane, difference, list(difference.forms))
-        self._tell(lane, "loss_scale", text, [difference], None)
-        if self._policy == "raise" or (self._policy == "repair" and not difference.decided):
-            unclear = "" if difference.decided else _UNDECIDED
+        self._health_log.drifted()
+        text = describe_values("the loss scale", lane, difference, list(difference.forms))
+        self._report(lane, "loss_scale", text, [difference], None)
+        if self._policy == "raise" or (self._policy == "repair" and not difference.has_majority):
+            unclear = "" if difference.has_majority else _UNDECIDED
             raise Disagreement(f"{text}{unclear}; give every rank a GradScaler with the same state")
         if self._policy == "repair" and self._replica_digests.scaler is not None:
-            if lane.groups.rank in difference.odd:
+            if lane.groups.rank in difference.outliers:
                 self._replica_digests.scaler.update(scales[difference.groups[0][0]])
             self._replica_digests.forget()
             self._scales = ()
-            self._tell(lane, "repair", f"{text}: it is now what most had", [difference], None)
+            self._report(lane, "repair", f"{text}: it is now what most had", [difference], None)
         warnings.warn(f"{lane.place()} {text}: gradients of different scales were averaged", stacklevel=4)
 
-    def _is_news(self, lane: Lane, suspicion: Suspicion) -> bool:
+    def _is_new(self, lane: Lane, mismatch: DigestMismatch) -> bool:
         """Whether the share holds anything that was not told yet."""
         rows = [
-            Row(piece.replica_tensor.name, 0, None, f"{piece.start} {suspicion.layout}", f"{piece.digest():x}")
-            for piece in suspicion.pieces
+            ReplicaValue(piece.replica_tensor.name, 0, None, f"{piece.start} {mismatch.layout}", f"{piece.digest():x}")
+            for piece in mismatch.pieces
         ]
         differences = compare(lane, rows)
         if any(len(set(each.forms)) > 1 for each in differences):  # ranks cut their shares differently
-            return suspicion.step >= self._again_at
+            return mismatch.step >= self._again_at
         return not differences or any(each.pattern not in self._known for each in differences)
 
     # What is done
@@ -225,30 +229,30 @@ class Diagnosis:
         text: str,
         parameter: str | None,
     ) -> None:
-        decided = all(each.decided for each in differences)
+        has_majority = all(each.has_majority for each in differences)
         if self._policy == "warn":
-            mends = 'have such things repaired with gs.Guard(drift="repair")'
-            if not decided:  # then a repair raises
-                mends = "make all equal to rank 0 with sync.broadcast(), on every rank"
+            remedy = 'have such things repaired with gs.Guard(drift="repair")'
+            if not has_majority:  # then a repair raises
+                remedy = "make all equal to rank 0 with sync.broadcast(), on every rank"
             warnings.warn(
-                f"{lane.place()} the replicas differ: {text}. Restart from the last checkpoint, or {mends}",
+                f"{lane.place()} the replicas differ: {text}. Restart from the last checkpoint, or {remedy}",
                 stacklevel=5,
             )
             return
         if self._policy == "raise":
             raise Disagreement(f"the replicas differ: {text}. {_RESTART}")
-        if not decided:
+        if not has_majority:
             raise Disagreement(f"the replicas differ: {text}{_UNDECIDED}. {_RESTART}")
         self._repair(lane, differences, held, text)
         self._known = set()
         self._replica_digests.forget()  # digests under way were taken before
-        self._tell(lane, "repair", f"{text}: repaired from the other ranks", differences, parameter)
+        self._report(lane, "repair", f"{text}: repaired from the other ranks", differences, parameter)
         warnings.warn(f"{lane.place()} the replicas differed: {text}. Repaired from the other ranks", stacklevel=5)
 
     def _repair(self, lane: Lane, differences: list[Difference], held: dict[str, ReplicaTensor], text: str) -> None:
         """Overwrite what differs with what the first rank of its largest group has."""
         whole: dict[int, int] = {}  # optimizers that travel as a whole, since more than values of tensors differ
-        for number in sorted({each.number for each in differences if each.is_loose}):
+        for number in sorted({each.number for each in differences if each.is_structural}):
             sources = set.intersection(*(set(each.groups[0]) for each in differences if each.number == number))
             if not sources:
                 raise Disagreement(f"the replicas differ: {text}, and no rank is right in everything. {_RESTART}")
@@ -259,16 +263,16 @@ class Diagnosis:
             if each.number not in whole:
                 broadcast_tensors(lane, [held[each.name].value], each.groups[0][0], "the repair of a replica")
 
-    def _tell(self, lane: Lane, what: str, text: str, differences: list[Difference], parameter: str | None) -> None:
-        ranks = lane.global_ranks(sorted({rank for each in differences for rank in each.odd}))
-        self._findings.tell(lane.step, what, text, ranks, parameter, len(differences))
+    def _report(self, lane: Lane, what: str, text: str, differences: list[Difference], parameter: str | None) -> None:
+        ranks = lane.global_ranks(sorted({rank for each in differences for rank in each.outliers}))
+        self._health_log.tell(lane.step, what, text, ranks, parameter, len(differences))
 
-    def _say_it_passed(self, lane: Lane, suspicion: Suspicion) -> None:
-        difference = difference_of([Row("", -1, None, "", word.hex()) for word in suspicion.words])
+    def _report_passed(self, lane: Lane, mismatch: DigestMismatch) -> None:
+        difference = difference_of([ReplicaValue("", -1, None, "", word.hex()) for word in mismatch.words])
         assert difference is not None
-        who = listed(lane.global_ranks(difference.odd))
-        text = f"the digest of step {suspicion.step} differed on {who}, but all replicas are equal now: it has passed"
-        self._tell(lane, "drift", text, [difference], None)
+        who = listed(lane.global_ranks(difference.outliers))
+        text = f"the digest of step {mismatch.step} differed on {who}, but all replicas are equal now: it has passed"
+        self._report(lane, "drift", text, [difference], None)
         warnings.warn(f"{lane.place()} {text}", stacklevel=5)
 
 

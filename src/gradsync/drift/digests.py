@@ -8,7 +8,7 @@
 Digests are taken at the end of backward, when parameters and optimizer state are at rest on every rank: nobody steps
 before its gradients are there. The closer look is `diagnosis`; it happens when all ranks are at the same place.
 
-What a replica holds and all ranks must hold alike: parameters, optimizer state, hyper-parameters; cut into shares.
+What all ranks must hold alike (parameters, optimizer state, hyper-parameters) is cut into shares:
 
     replica tensors   │ lr of group 0 │ … │ w ─────────────── │ b │ exp_avg of w ──── │ …
     shares     │ 0    │ 1    │ 2    │ 3    │ 4    │ 5    │ …                       equal bytes, one per step
@@ -41,7 +41,7 @@ _VALUE_NBYTES = 8  # what a plain value counts for
 
 
 class ReplicaTensor(NamedTuple):
-    """One of them."""
+    """A tensor or a plain value that all replicas hold alike."""
 
     name: str  # for people, and by which ranks compare
     parameter: str | None  # whose it is
@@ -61,7 +61,7 @@ class ReplicaTensor(NamedTuple):
 
     @property
     def form(self) -> str:
-        """What it is, without its values: equal forms have equally many elements.
+        """The kind of value without its elements: equal forms have equally many.
 
         Plain values are their own form.
         """
@@ -71,7 +71,7 @@ class ReplicaTensor(NamedTuple):
         return repr(value)
 
     def digest(self) -> int:
-        """Of the whole."""
+        """The digest of the whole."""
         value = self.value
         return digest.digest(value) if isinstance(value, torch.Tensor) else zlib.crc32(repr(value).encode())
 
@@ -96,7 +96,7 @@ class Piece(NamedTuple):
 
 
 def replica_tensors_of(entries: Sequence[Entry], optimizers: Sequence[Optimizer]) -> list[ReplicaTensor]:
-    """All of them, in an order that is the same on every rank; what may be the cause of the rest comes first."""
+    """What a replica holds, in an order that is equal on every rank; what may be the cause of the rest comes first."""
     titles = [
         type(optimizer).__name__ + (f" {number}" if len(optimizers) > 1 else "")
         for number, optimizer in enumerate(optimizers)
@@ -126,7 +126,7 @@ def _optimizer_tensors(entries: Sequence[Entry], optimizer: Optimizer, number: i
 
 
 def _state_of(optimizer: Optimizer, param: torch.Tensor) -> dict[Any, Any]:
-    """Without making one: an optimizer's `state` is a defaultdict."""
+    """The optimizer's state, without making one: an optimizer's `state` is a defaultdict."""
     state: dict[Any, Any] = optimizer.state.get(param, {})
     return state
 
@@ -141,7 +141,7 @@ def is_comparable(value: object) -> bool:
 
 
 def cut(replica_tensors: Sequence[ReplicaTensor], num_shares: int) -> list[list[Piece]]:
-    """Everything in so many shares of about equal bytes, cut on borders of words."""
+    """Divide a replica into so many shares of about equal bytes, on borders of words."""
     sizes = [_size(replica_tensor.value) for replica_tensor in replica_tensors]
     total = sum(numel * item for numel, item in sizes)
     shares: list[list[Piece]] = [[] for _ in range(num_shares)]
@@ -164,7 +164,7 @@ def _size(value: Any) -> tuple[int, int]:
     return (value.numel(), value.element_size()) if isinstance(value, torch.Tensor) else (1, _VALUE_NBYTES)
 
 
-class Suspicion(NamedTuple):
+class DigestMismatch(NamedTuple):
     """Digests that differed."""
 
     step: int  # when they were taken
@@ -183,19 +183,20 @@ class DigestReading:
     layout: int  # hash of what all shares are of
     pieces: list[Piece]
     known: list[int]
-    coming: torch.Tensor | None  # in pinned memory
-    passed: list[torch.cuda.Event]
+    pending: torch.Tensor | None  # in pinned memory
+    events: list[torch.cuda.Event]
     loss_scale: float
+    joined: int = 0  # of all, where the host knows them
 
     def word(self) -> bytes:
         """8 bytes, never those that stand for nothing."""
-        numbers = [self.layout, *self.known]
-        if self.coming is not None:
-            for event in self.passed:
+        if self.pending is not None:
+            for event in self.events:
                 event.synchronize()  # steps ago: it has passed, unless the host is far ahead
-            numbers += [number & (1 << 64) - 1 for number in self.coming[:-1].tolist()]
-            self.loss_scale = float(self.coming[-1:].view(torch.float64))
-        return (digest.joined(numbers) or 1).to_bytes(8, "little")
+            pending = [number & (1 << 64) - 1 for number in self.pending[:-1].tolist()]
+            self.joined = digest.joined([self.layout, *self.known, *pending])
+            self.loss_scale = float(self.pending[-1:].view(torch.float64))
+        return (self.joined or 1).to_bytes(8, "little")
 
 
 class ReplicaDigests:
@@ -232,12 +233,12 @@ class ReplicaDigests:
         word = reading.word()
         return word, self._scale_on_host() or reading.loss_scale
 
-    def hear(self, headers: Headers) -> Suspicion | None:
+    def hear(self, headers: Headers) -> DigestMismatch | None:
         """Compare what all ranks announced in one header, the oldest that was not heard."""
         words, reading = [head.replica_digest for head in headers.heads], self._announced.popleft()
         if reading is None or NO_REPLICA_DIGEST in words or all(word == words[0] for word in words):
             return None
-        return Suspicion(reading.step, reading.generation, words, reading.layout, reading.pieces)
+        return DigestMismatch(reading.step, reading.generation, words, reading.layout, reading.pieces)
 
     def forget(self) -> None:
         """What was digested so far says nothing any more: replicas were changed, or may differ for a while."""
@@ -259,6 +260,7 @@ class ReplicaDigests:
 
     def _read(self, step: int, pieces: list[Piece]) -> DigestReading:
         known: list[int] = []
+        scale = self._scale_on_device()
         distant: dict[torch.device, list[torch.Tensor]] = {}
         for taken in [piece.take() for piece in pieces]:
             if isinstance(taken, int):
@@ -268,8 +270,9 @@ class ReplicaDigests:
             else:
                 known.append(digest.digest(taken))
         reading = DigestReading(step, self.generation, self._layout, pieces, known, None, [], 0.0)
-        scale = self._scale_on_device()
-        if distant or scale is not None:
+        if not distant and scale is None:
+            reading.joined = digest.joined([self._layout, *known])
+        else:
             _ask(reading, distant, torch.zeros((), dtype=torch.float32, device="cpu") if scale is None else scale)
         return reading
 
@@ -287,18 +290,18 @@ class ReplicaDigests:
 def _ask(reading: DigestReading, distant: dict[torch.device, list[torch.Tensor]], scale: torch.Tensor) -> None:
     """Start the digests of what is on devices, and their way to the host."""
     parts = [digest.launch(part) for parts in distant.values() for part in _together(parts)]
-    coming = torch.empty(len(parts) + 1, dtype=torch.int64, pin_memory=True, device="cpu")
-    for place, part in zip(coming, [*parts, scale.double().view(torch.int64).reshape(())], strict=True):
+    pending = torch.empty(len(parts) + 1, dtype=torch.int64, pin_memory=True, device="cpu")
+    for place, part in zip(pending, [*parts, scale.double().view(torch.int64).reshape(())], strict=True):
         place.copy_(part, non_blocking=True)
-    reading.coming = coming
+    reading.pending = pending
     for device in {part.device for part in [*parts, scale] if part.is_cuda}:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(device))
-        reading.passed.append(event)
+        reading.events.append(event)
 
 
 def _together(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Small ones as one tensor of bytes: a kernel for each would cost more than it does."""
+    """Put small parts into one tensor of bytes: a kernel for each would cost more than it does."""
     small = [part for part in parts if part.numel() * part.element_size() < _SMALL_NBYTES]
     large = [part for part in parts if part.numel() * part.element_size() >= _SMALL_NBYTES]
     return [*large, torch.cat([part.contiguous().view(torch.uint8) for part in small])] if small else large

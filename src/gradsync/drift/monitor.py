@@ -23,7 +23,7 @@ from gradsync.transport.lane import Lane
 
 
 class DriftMonitor:
-    """One per attach."""
+    """Compares the replicas of one attach in every step."""
 
     def __init__(
         self,
@@ -75,15 +75,15 @@ class DriftMonitor:
         """Compare what all ranks said in one header; returns what they do about it, all at the same place."""
         if not self.is_on:
             return _nothing
-        suspicion = self._replica_digests.hear(headers)
+        mismatch = self._replica_digests.hear(headers)
         scales = [head.loss_scale for head in headers.heads]
-        if suspicion is None and scales.count(scales[0]) == len(scales):
+        if mismatch is None and scales.count(scales[0]) == len(scales):
             return _nothing
 
         def act() -> None:
             self._diagnosis.compare_scales(lane, scales)
-            if suspicion is not None:
-                self._diagnosis.hold(lane, suspicion)
+            if mismatch is not None:
+                self._diagnosis.investigate(lane, mismatch)
 
         return act
 
@@ -93,8 +93,8 @@ class DriftMonitor:
             listeners.add(announce=self.write, header_came=partial(self._header_came, lane), joining=self.pause)
 
     def _header_came(self, lane: Lane, headers: Headers) -> Callable[[], None] | None:
-        self.take(lane.session.step)  # the last buckets still travel
         act = self.hear(headers, lane)
+        self.take(lane.session.step)  # the last buckets still travel
         return None if act is _nothing else act
 
 

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from gradsync.plan.auto import Auto
 from gradsync.plan.guard import Guard
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 
 
 def not_a_model(value: object) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -26,22 +27,21 @@ from gradsync.drift.monitor import DriftMonitor
 from gradsync.engine.nonfinite import NonfiniteCheck, SameDataCheck
 from gradsync.engine.parameters import Inventory
 from gradsync.engine.replicas import Buffers
-from gradsync.engine.step import Synchronization, Transit
+from gradsync.engine.step import Synchronization
 from gradsync.errors import Disagreement
 from gradsync.exchange.choose_route import ExactSum, UnfitAlgorithm
-from gradsync.exchange.sender import Sender, main_device, travelling_devices
-from gradsync.pace.async_sgd.pace import AsyncSGDPace
-from gradsync.pace.contract import Pace, Site
+from gradsync.exchange.sender import Sender, Transit, main_device, travelling_devices
+from gradsync.pace.async_sgd.async_pace import AsyncSGDPace
+from gradsync.pace.contract import Pace, PaceContext
 from gradsync.pace.delayed import DelayedPace
 from gradsync.pace.diloco import DiLoCoPace
 from gradsync.pace.gossip import GossipPace
-from gradsync.pace.learning_rates import LearningRates
 from gradsync.pace.local_sgd import LocalSGDPace
-from gradsync.pace.window import WindowPace
+from gradsync.pace.window import LearningRates, WindowPace
 from gradsync.plan import paces
 from gradsync.plan.guard import Guard
 from gradsync.plan.paces import Accumulate, Delayed, EveryStep, LocalSGD
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 from gradsync.trace import Recorder
 from gradsync.transport.groups import group_timeout
 from gradsync.transport.lane import NET_S, Lane, open_lane
@@ -118,23 +118,24 @@ def check_hooked(plan: Plan, names: Sequence[str]) -> None:
         )
 
 
-def open_pace(plan: Plan, site: Site, parent: dist.ProcessGroup, scaler: GradScaler | None = None) -> Pace:
+def open_pace(plan: Plan, context: PaceContext, parent: dist.ProcessGroup, scaler: GradScaler | None = None) -> Pace:
     """Every rank calls this at once, with equal parameters."""
     match plan.pace:
         case EveryStep():
-            return WindowPace(plan.pace, site.parameters)
+            return WindowPace(plan.pace, context.parameters)
         case Accumulate():
-            return WindowPace(plan.pace, site.parameters, LearningRates(site.lane, site.optimizers, plan.pace.k))
+            rates = LearningRates(context.lane, context.optimizers, plan.pace.k)
+            return WindowPace(plan.pace, context.parameters, rates)
         case LocalSGD():
-            return LocalSGDPace(plan.pace, site, compressed=plan.compress is not None)
+            return LocalSGDPace(plan.pace, context, compressed=plan.compress is not None)
         case Delayed():
-            return DelayedPace(plan.pace, site, plan.combine, scaler)
+            return DelayedPace(plan.pace, context, plan.combine, scaler)
         case paces.DiLoCo():
-            return DiLoCoPace(plan.pace, site)
+            return DiLoCoPace(plan.pace, context)
         case paces.AsyncSGD():
-            return AsyncSGDPace(plan.pace, site, parent, _timeout(site.guard, parent))
+            return AsyncSGDPace(plan.pace, context, parent, _timeout(context.guard, parent))
         case paces.Gossip():
-            return GossipPace(plan.pace, site, parent, _timeout(site.guard, parent) + NET_S)
+            return GossipPace(plan.pace, context, parent, _timeout(context.guard, parent) + NET_S)
     raise AssertionError(f"no pace is known for {plan.pace!r}")
 
 
@@ -183,11 +184,11 @@ class Builder:
         entries = self.inventory.entries
         parameters: list[tuple[str, torch.nn.Parameter]] = [(entry.name, entry.param) for entry in entries]
         recorder, limit = Recorder(), plan.bucket_bytes
-        site = Site(
+        context = PaceContext(
             lane, exact, sender, parameters, self.optimizers, self.buffers, self.guard, limit, len(entries), count(),
             recorder, self.health_log, self.drift_monitor,
         )  # fmt: skip
-        pace = open_pace(plan, site, self.parent, self.scaler)
+        pace = open_pace(plan, context, self.parent, self.scaler)
         lane.name_buckets(pace.describe)
         idle = not pace.engine_averages
         synchronization = Synchronization(
@@ -200,10 +201,7 @@ class Builder:
         """Who hears of every synchronization, in this order."""
         lane, listeners = synchronization.lane, synchronization.listeners
         on_device = any(not channel.on_host for channel in lane.groups.data.values())
-        listeners.add(
-            settling=lambda: recorder.start_waiting(on_device),
-            came=lambda brought: recorder.finish(brought.step, brought.in_flight, brought.held_up_by),
-        )
+        listeners.add(settling=partial(recorder.start_waiting, on_device), came=recorder.finish_synchronization)
         if self.guard.nonfinite != "allow":
             NonfiniteCheck(synchronization)
         if lane.groups.size > 1:

@@ -33,7 +33,7 @@ from gradsync.errors import Disagreement
 from gradsync.plan.auto import PROFILING, Auto
 from gradsync.plan.guard import Guard
 from gradsync.plan.paces import Accumulate, every_step
-from gradsync.plan.plan import Plan, not_a_plan
+from gradsync.plan.sync_plan import Plan, not_a_plan
 from gradsync.transport.lane import Lane
 
 NOTICE = (

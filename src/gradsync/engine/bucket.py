@@ -61,6 +61,14 @@ class Entry:
         """What a flat tensor needs to have room for its gradient."""
         return Item.like(self.name, self.param)
 
+    def follow(self, owner: MutableMapping[str, object], key: str) -> None:
+        """Its parameter stands here from now on."""
+        self.owner, self.key = owner, key
+
+    def replace_param(self, param: torch.nn.Parameter) -> None:
+        """Another parameter stands in the place of the one before."""
+        self.param = param
+
     def move_in(self, bucket: Bucket, view: torch.Tensor, large: bool) -> None:
         """Its gradient travels in this bucket from now on, and lies in this view of it."""
         self.bucket, self.view, self.large = bucket, view, large

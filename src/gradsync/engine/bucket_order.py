@@ -44,20 +44,6 @@ class BucketOrder:
         self._layout = Layout([], bucket_bytes, self._held)
         self._lay_out(bytes(entry.param.requires_grad for entry in entries))
 
-    @property
-    def buckets(self) -> list[Bucket]:
-        return self._layout.buckets
-
-    @property
-    def bucket_marks(self) -> tuple[bytes, ...]:
-        """By which each bucket is known, in the order in which they were laid out."""
-        return self._layout.marks
-
-    @property
-    def schedule(self) -> int:
-        """A number that is equal on two ranks iff their buckets are."""
-        return self._layout.schedule
-
     def learn(self, headers: Headers, arrivals: list[int]) -> None:
         """Lay the buckets out anew if the header told something new."""
         said = headers.marks[0] if headers.same_marks else b""
@@ -108,6 +94,9 @@ class BucketOrder:
         if not self._idle:  # otherwise the sender is the pace's
             # The first synchronization is exact: compressors begin when the order is known.
             self._sender.prepare([bucket.flat_bucket for bucket in self._layout.buckets], compress=self.learned)
+        self.buckets: list[Bucket] = self._layout.buckets
+        self.bucket_marks = self._layout.marks  # by which each is known, in the order in which they were laid out
+        self.schedule = self._layout.schedule  # a number that is equal on two ranks iff their buckets are
         # Those without a bucket: frozen now, or sparse.
         self.apart = [entry for entry in self._entries if entry.bucket is None]
         if not self._idle:

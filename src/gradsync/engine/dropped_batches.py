@@ -24,10 +24,10 @@ import sys
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd.variable import Variable
@@ -40,12 +40,10 @@ from gradsync.engine.hooks import queue_callback
 from gradsync.engine.retried_batches import Retries, Seen, handled, is_again, number_of
 from gradsync.engine.several_models import before_batch
 from gradsync.errors import GradSyncError
-from gradsync.trace.tracer import Tracer
 
 if TYPE_CHECKING:
     from gradsync.engine.loop import Steps
 
-T = TypeVar("T")
 _LOOKED_UP = 4  # parameters at either end of a model
 _awaiting: weakref.WeakSet[Steps] = weakref.WeakSet()  # those whose forward ran, and no backward since
 
@@ -282,9 +280,10 @@ class Aborted:
             steps.pace.before_forward()
 
     def _drop_backward(self, whole: bool) -> None:
-        backward = self._steps.replace_backward(None)
-        if backward is None:
+        if self._steps.backward is None:
             return
+        backward = self._steps.replace_backward(None)
+        assert backward is not None
         if backward.aside is not None:
             put_back(backward.aside)
             return
@@ -343,32 +342,6 @@ class Aborted:
     def step_ends(self, spoiled: Flag = Flag.NONE) -> None:
         """What raised was told; `spoiled`: a state was loaded in whose window something had."""
         self.spoiled = spoiled
-
-
-class Batches(Iterator[T]):
-    """The batches of a loader, which may go on after it raised."""
-
-    def __init__(self, source: Iterator[T], aborted: Aborted, tracer: Tracer | None) -> None:
-        self._source = source
-        self._aborted = aborted
-        self._tracer = tracer
-
-    def __iter__(self) -> Batches[T]:
-        return self
-
-    def __next__(self) -> T:
-        begun = None if self._tracer is None else self._tracer.input_begins()
-        try:
-            batch = next(self._source)
-        except StopIteration:
-            raise
-        except Exception as error:
-            self._aborted.loader_did(error)
-            raise
-        self._aborted.batch_came()
-        if self._tracer is not None and begun is not None:
-            self._tracer.input_ends(begun)
-        return batch
 
 
 def accumulates(entries: Iterable[Entry]) -> bool:

@@ -15,17 +15,17 @@ from torch.optim import Optimizer
 
 from gradsync.agreement.header import Call, Flag
 from gradsync.autotune.controller import Controller
-from gradsync.checkpoint.collect import Keeper
+from gradsync.checkpoint.collect import StateCollector
 from gradsync.engine import several_models
-from gradsync.engine.dropped_batches import Batches
 from gradsync.engine.exit_notice import Leaving
+from gradsync.engine.loader import Batches
 from gradsync.engine.loop import Steps
 from gradsync.engine.loss_scaling import Following
 from gradsync.engine.replicas import Buffers, broadcast_optimizer, broadcast_scaler, broadcast_tensors
 from gradsync.engine.step import Synchronization
 from gradsync.errors import Disagreement, GradSyncError
 from gradsync.plan import paces
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 from gradsync.transport.lane import Lane
 
 _MAX_WEIGHT = 1e30
@@ -47,7 +47,7 @@ class GradSync:
         self._buffers = buffers
         self._steps = steps
         self._controller = controller
-        self._keeper = Keeper(steps)
+        self._state_collector = StateCollector(steps)
         self._scaling = Following(scaler, steps)
         self._leaving = Leaving(steps)
         self._attached = True
@@ -162,7 +162,7 @@ class GradSync:
         """
         self._steps.pace.averaged()
         self._steps.clear_gradients()
-        self._steps.synchronize_now(Flag.SHADOW)
+        self._steps.synchronize_now(self._steps.pace.micro_batches, Flag.SHADOW)
         self._steps.clear_gradients()
 
     def _level(self, last: list[int]) -> None:
@@ -219,7 +219,7 @@ class GradSync:
             return self._steps.drain_pace()
         if self._steps.pace.k > 1 or self._steps.unsynchronized:
             several_models.before_batch(self._steps)
-            self._steps.synchronize_now()
+            self._steps.synchronize_now(self._steps.pace.micro_batches)
             return self._synchronization.delivered
         return False
 
@@ -269,7 +269,7 @@ class GradSync:
         """
         if all_ranks:
             self._refuse_if_detached()
-        state = self._keeper.state_of_all() if all_ranks else self._keeper.state()
+        state = self._state_collector.state_of_all() if all_ranks else self._state_collector.state()
         return state | self._controller.state() if state and self._controller is not None else state
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor] | None) -> None:
@@ -281,7 +281,7 @@ class GradSync:
         self._refuse_if_detached()
         if self._controller is not None:
             self._controller.take_plan(state or {})
-        self._keeper.load(state or {})
+        self._state_collector.load(state or {})
         if self._controller is not None:
             self._controller.follow_step()
         if self._steps.tracing is not None and self._steps.pace.engine_averages:

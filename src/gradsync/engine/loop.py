@@ -51,7 +51,6 @@ class Steps(RankCalls):
         self.number = next(_numbers)  # the same on every rank that has several
         self._entries = engine.synchronization.entries
         self.aborted = Aborted(self)
-        self.backward: Backward | None = None  # since its beginning until its end-of-backward callback
         self.under_way: Iterator[None] | None = None  # the synchronization that was launched
         self._late_hooks = LateHooks()
         self.step_counts = StepCounts(optimizers)
@@ -104,8 +103,10 @@ class Steps(RankCalls):
         try:
             backward, under_way = self.backward, self.synchronization
             known = backward is not None and backward.fired and under_way.seen[entry.index] != under_way.number
-            if known or self._first_arrival():
+            if known:
                 under_way.arrived(entry)
+            elif self._first_arrival():  # before which the plan may have changed
+                self.synchronization.arrived(entry)
         except BaseException as error:
             self.give_up(error)
             raise
@@ -235,32 +236,19 @@ class Steps(RankCalls):
             self.left_unsynchronized()
             return
         if self.pace.engine_averages:
-            self.end_of_backwards(1, self._launch)
+            self.end_of_backwards(1, self._launch_side_by_side)
         else:  # such a pace may wait here
             self._lane.at(Phase.COMPUTING)
-            conclude(partial(self.end_of_backwards, 1, self._launch), self.run_user_hooks)
+            conclude(partial(self.end_of_backwards, 1, self._launch_side_by_side), self.run_user_hooks)
 
-    def replace_backward(self, backward: Backward | None) -> Backward | None:
-        """The one under way is over, or a second pass over a batch that raised begins; returns what was under way."""
-        before, self.backward = self.backward, backward
-        return before
-
-    def left_unsynchronized(self) -> None:
-        """A backward under no_sync() has ended."""
-        self.unsynchronized += 1
-
-    def nothing_came(self) -> None:
-        """It was torch.autograd.grad: no gradient was accumulated, so nothing is to be synchronized."""
-        self.synchronization.nothing_came(self.pace.backwards)
-        self.pace.put_away()
-
-    def end_of_backwards(self, count: int, synchronize: Callable[[], None]) -> None:
-        """A micro-batch of this rank has ended, or what counts as one."""
+    def end_of_backwards(self, count: int, synchronize: Callable[[int], None]) -> None:
+        """A micro-batch of this rank has ended, or what counts as one. `synchronize` gets the number in the mean."""
         synchronizes = False
         self.aborted.window_ends(self.unsynchronized)
         self.unsynchronized = 0  # what no_sync() added up is in this backward's gradients
         try:
             synchronizes = self.pace.after_backward(count, self.aborted.spoiled)
+            micro_batches = self.pace.micro_batches if synchronizes else 0
             if self.user_hooks.by_parameter:
                 self.user_hooks.expect(self.pace, self.synchronization.marks, bool(self.aborted.spoiled))
         except BaseException as error:
@@ -273,23 +261,24 @@ class Steps(RankCalls):
                 for tell in () if self.failed else self.listeners.step_ended:
                     tell()
         if synchronizes:
-            synchronize()
+            synchronize(micro_batches)
         elif self.pace.engine_averages:
             self._lane.at(Phase.COMPUTING)
 
-    def _launch(self, micro_batches: int | None = None, flags: Flag = Flag.NONE) -> None:
+    def launch(self, micro_batches: int, flags: Flag = Flag.NONE) -> None:
         """What has not left yet leaves, and the header; nothing waits."""
-        count = self.pace.micro_batches if micro_batches is None else micro_batches
         steps, source = self.step_counts.steps(), self.active[0] if self.active else 0
-        under_way = self.synchronization.synchronize(count, flags | self.aborted.spoiled, source, steps)
+        under_way = self.synchronization.synchronize(micro_batches, flags | self.aborted.spoiled, source, steps)
         try:
             next(under_way)
         except BaseException as error:
             self.give_up(error)
             raise
         self.under_way = under_way
-        if micro_batches is None:
-            conclude(self.go_on, self.run_user_hooks)
+
+    def _launch_side_by_side(self, micro_batches: int) -> None:
+        self.launch(micro_batches)
+        conclude(self.go_on, self.run_user_hooks)
 
     def go_on(self, in_backward: bool = True) -> None:
         """What was launched comes to its end."""
@@ -320,15 +309,6 @@ class Steps(RankCalls):
         self.unsynchronized = 0
         self.aborted.step_ends()
         self.active = None
-
-    @torch.no_grad()  # a gradient that was assigned may have a graph
-    def synchronize_now(self, flags: Flag = Flag.NONE) -> None:
-        """A whole synchronization at once, with the gradients as they stand."""
-        self.refuse_if_failed()
-        self.pace.before_backward()
-        self._launch(self.pace.micro_batches if self.pace.k > 1 else 1, flags)
-        self.go_on(in_backward=False)
-        self.run_user_hooks()
 
     # Small things
 

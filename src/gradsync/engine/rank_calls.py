@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Unpack
 
+import torch
+
 from gradsync.agreement.header import Call, Flag, Head, meet
 from gradsync.engine import loop_errors
 from gradsync.engine.assemble import Engine
@@ -22,7 +24,7 @@ from gradsync.errors import GradSyncError
 from gradsync.pace.contract import PaceMoments
 
 if TYPE_CHECKING:
-    from gradsync.engine.dropped_batches import Aborted
+    from gradsync.engine.dropped_batches import Aborted, Backward
     from gradsync.engine.user_hooks import UserHooks
 
 
@@ -36,6 +38,7 @@ class RankCalls(ABC):
     def __init__(self, engine: Engine) -> None:
         self.tracing: Tracing | None = None
         self.no_sync_depth = 0
+        self.backward: Backward | None = None  # since its beginning until its end-of-backward callback
         self.joining = False
         self.active: list[int] | None = None  # who voted to be active in this step, inside join()
         self.is_due: Callable[[], bool] = bool  # whether `gs.auto()` has something to do at the next border
@@ -47,6 +50,18 @@ class RankCalls(ABC):
     @abstractmethod
     def border(self) -> None:
         """Nothing of the next synchronization exists yet."""
+
+    @abstractmethod
+    def launch(self, micro_batches: int, flags: Flag = Flag.NONE) -> None:
+        """What has not left yet leaves, and the header; nothing waits."""
+
+    @abstractmethod
+    def go_on(self, in_backward: bool = True) -> None:
+        """What was launched comes to its end."""
+
+    @abstractmethod
+    def run_user_hooks(self) -> None:
+        """Of parameters whose gradient has been brought."""
 
     def install(self, engine: Engine) -> None:
         """Work with this one from now on; nothing of a synchronization exists yet."""
@@ -185,3 +200,28 @@ class RankCalls(ABC):
             self.synchronization.forget()
             self.unsynchronized = 0
         return more
+
+    @torch.no_grad()  # a gradient that was assigned may have a graph
+    def synchronize_now(self, micro_batches: int = 1, flags: Flag = Flag.NONE) -> None:
+        """A whole synchronization at once, with the gradients as they stand."""
+        self.refuse_if_failed()
+        self.pace.before_backward()
+        self.launch(micro_batches if self.pace.k > 1 else 1, flags)
+        self.go_on(in_backward=False)
+        self.run_user_hooks()
+
+    # What becomes of a backward that raised, or brought nothing
+
+    def replace_backward(self, backward: Backward | None) -> Backward | None:
+        """The one under way is over, or a second pass over a batch that raised begins; returns what was under way."""
+        before, self.backward = self.backward, backward
+        return before
+
+    def left_unsynchronized(self) -> None:
+        """A backward under no_sync() has ended."""
+        self.unsynchronized += 1
+
+    def nothing_came(self) -> None:
+        """It was torch.autograd.grad: no gradient was accumulated, so nothing is to be synchronized."""
+        self.synchronization.nothing_came(self.pace.backwards)
+        self.pace.put_away()

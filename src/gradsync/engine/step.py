@@ -17,8 +17,7 @@ The first synchronization is different: everything leaves at its end, after the 
 registration; from it rank 0 learns in which order gradients really arrive, and all ranks lay their buckets
 out anew in that order, unless they lie so already.
 
-What a bucket carries, and what its sum is multiplied by, is in `weighting`; which buckets there are and in
-which order they leave is in `bucket_order`; who else hears of all this is in `listeners`.
+What a bucket carries: `weighting`. Which there are, in which order: `bucket_order`. Who else hears: `listeners`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 
@@ -49,22 +47,12 @@ from gradsync.engine.replicas import Buffers
 from gradsync.engine.unbucketed import average_apart
 from gradsync.engine.weighting import MicroBatches, Weighting
 from gradsync.errors import BackwardAborted, Disagreement, NonFinite
-from gradsync.exchange.choose_route import ExactSum
-from gradsync.exchange.sender import Sender
+from gradsync.exchange.sender import Transit
 from gradsync.plan.guard import Guard
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 from gradsync.transport.heartbeat import Phase
-from gradsync.transport.lane import Lane
 from gradsync.transport.pending import Pending
 from gradsync.transport.shared_memory import Cards
-
-
-class Transit(NamedTuple):
-    """What gradients travel by."""
-
-    lane: Lane
-    exact: ExactSum
-    sender: Sender
 
 
 class Synchronization:
@@ -225,7 +213,8 @@ class Synchronization:
     def _launch_rest(self) -> None:
         for bucket in self.bucket_order.buckets[self._next :]:
             self._launch(bucket)
-        self.sender.flush()
+        if self.sender.goes_in_rounds:
+            self.sender.flush()
 
     def _launch(self, bucket: Bucket) -> None:
         self._launched.append(bucket)
@@ -236,8 +225,8 @@ class Synchronization:
         bucket.complete(self.marks, self.scale, whole=not self._missing[bucket.index])
         for hear in self.listeners.packed:
             hear(bucket)
-        self._session.at(Phase.BACKWARD, bucket.index)
         pending = self.sender.launch(bucket.flat_bucket)
+        self._session.at(Phase.BACKWARD, bucket.index)
         self._in_flight.append(pending)
         self._next += 1
         for tell in self.listeners.left:
@@ -311,16 +300,9 @@ class Synchronization:
         # Before anything else is waited for: a rank in another call, or astray, will never send a bucket.
         check_same_call(headers, self.lane.groups.ranks)
         if not headers.same_order:
-            self._refuse_order(headers)
+            check_headers(headers, self._names, self.lane.groups.ranks)  # another step or layout says more
+            check_order(self.lane, headers, [bucket.describe() for bucket in self._leaving()], self.health_log)
         return headers
-
-    def _refuse_order(self, headers: Headers) -> None:
-        check_headers(headers, self._names, self.lane.groups.ranks)  # another step or layout says more
-        try:
-            check_order(self.lane, headers, [bucket.describe() for bucket in self._leaving()])
-        except Disagreement as error:
-            self.health_log.tell(self._session.step, "order", str(error))
-            raise
 
     def _leaving(self) -> list[Bucket]:
         """The buckets in the order in which this rank launched them, or will after its first header."""
@@ -357,6 +339,8 @@ class Synchronization:
             found = judge(headers) if verdict is Outcome.COUNTS else None
             if found is not None:
                 verdict, why = spoiled(self.lane, self._guard, found, self.health_log)
+        if verdict is Outcome.COUNTS:
+            self.health_log.counted()
         for act in acts:
             if act is not None:
                 act()
@@ -365,7 +349,6 @@ class Synchronization:
     # Deliver
 
     def _deliver(self, headers: Headers) -> None:
-        self.health_log.counted()
         for hear in self.listeners.averaged:
             hear(headers)
         factor, used = self.weighting.factor(headers), headers.used

@@ -8,7 +8,7 @@ from gradsync.engine.listeners import Brought, Listeners
 from gradsync.exchange.sender import Sender
 from gradsync.trace.lines import BucketLayout, BucketPlan
 from gradsync.trace.timers import Moment
-from gradsync.trace.tracer import BucketTrip, Tracer
+from gradsync.trace.tracer import BucketMoments, Tracer
 from gradsync.transport.pending import Pending
 
 
@@ -17,7 +17,7 @@ class SyncTimeline:
 
     def __init__(self, tracer: Tracer, listeners: Listeners, sender: Sender) -> None:
         # Of the last synchronization
-        self.trips: list[BucketTrip] = []
+        self.trips: list[BucketMoments] = []
         self.header_at: tuple[Moment, Moment] | None = None
         self.sent_nbytes = 0  # put on a network
         self.raw_nbytes = 0  # before compression
@@ -28,7 +28,7 @@ class SyncTimeline:
         self._each_gradient = False  # whether it hears of each
         self._ready: dict[int, Moment | None] = {}  # when a bucket's last gradient was there
         self._packed: Moment | None = None
-        self._trips: list[BucketTrip] = []  # of the one under way
+        self._trips: list[BucketMoments] = []  # of the one under way
         self._num_left = self._num_waited = 0
         self._detailed = False
         self._schedule: int | None = None  # of the layout
@@ -63,7 +63,7 @@ class SyncTimeline:
         if begun is None and bucket.choice.codec is None:
             return  # nothing of it will be told
         ready = begun if ready is None else ready
-        self._trips.append(BucketTrip(bucket.index, pending.nbytes, ready, begun, spans=bucket.flat_bucket.spans))
+        self._trips.append(BucketMoments(bucket.index, pending.nbytes, ready, begun, spans=bucket.flat_bucket.spans))
 
     def _header_left(self) -> None:
         now = self._tracer.detail()
@@ -76,15 +76,14 @@ class SyncTimeline:
     def _bucket_waits(self, pending: Pending) -> None:
         self._detailed = self._tracer.detailed and len(self._trips) == self._num_left
         if self._detailed:
-            self._trips[self._num_waited].wait_from = self._tracer.detail()
+            self._trips[self._num_waited].wait_begins(self._tracer.detail())
         if not pending.succeeded:
             self._tracer.waiting(pending.bucket)
 
     def _bucket_came(self, pending: Pending) -> None:
         if self._detailed:
-            trip = self._trips[self._num_waited]
-            trip.wait_to = self._tracer.detail()
-            trip.done = pending.finished_at or trip.wait_to
+            now = self._tracer.detail()
+            self._trips[self._num_waited].wait_ends(now, pending.finished_at or now)
         self._num_waited += 1
 
     def _came(self, brought: Brought) -> None:

@@ -29,7 +29,7 @@ from gradsync.trace import Recorder
 from gradsync.trace.flight import Flight
 from gradsync.trace.lines import BucketLayout, BucketPlan, ClockShift, Health, RunHeader
 from gradsync.trace.timers import timer_for
-from gradsync.trace.tracer import BucketTrip, Tracer
+from gradsync.trace.tracer import BucketMoments, Tracer
 from gradsync.trace.writer import Writer
 from gradsync.transport.blame import lost
 from gradsync.transport.lane import Lane
@@ -176,9 +176,9 @@ class Tracing:
     def step_ended(self) -> None:
         self.over(self.tracer.count)
 
-    def over(self, step: int, trips: Iterable[BucketTrip] = ()) -> None:
+    def over(self, step: int, trips: Iterable[BucketMoments] = ()) -> None:
         """A step of which the synchronization knows nothing is over."""
-        self.tracer.over(step, counts=True, trips=trips)
+        self.tracer.over(step, counts=True, buckets=trips)
         self._look_at_wires()
 
     def write_layout(self, layout: BucketLayout) -> None:

@@ -27,7 +27,7 @@ import torch
 from gradsync.agreement.header import Flag, Headers
 from gradsync.engine.bucket import Entry
 from gradsync.exchange.means import mean_scale
-from gradsync.plan.plan import Combine
+from gradsync.plan.sync_plan import Combine
 
 _LIGHT = 2.0**-6  # of the base: multiplying by more than the inverse could overflow a half type
 

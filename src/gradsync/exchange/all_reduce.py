@@ -14,13 +14,14 @@ import torch.distributed as dist
 
 from gradsync.algorithms.builtin import SharedMemory
 from gradsync.algorithms.price import Algorithm
-from gradsync.compress.recipe import Compressor, Param
+from gradsync.compress.param import Param
+from gradsync.compress.recipe import Compressor
 from gradsync.errors import Disagreement, GradSyncError, NotEnoughMemory
 from gradsync.exchange.choose_route import ExactSum, UnfitAlgorithm
 from gradsync.exchange.group_cache import CARD_NBYTES, GroupCache, group_cache
 from gradsync.exchange.means import mean_scale
 from gradsync.kernels.library import CODES
-from gradsync.plan.plan import check_algorithm, check_compress
+from gradsync.plan.sync_plan import check_algorithm, check_compress
 from gradsync.transport.pending import ByCaller
 from gradsync.transport.shared_memory import PLACE, WORKER, Cards
 

@@ -140,8 +140,13 @@ class ExactSum:
 
     def launch(self, flat: torch.Tensor, bucket: int = -1) -> Pending:
         """Start summing `flat` over the ranks, in place."""
+        route, real = self.route_of(flat)
+        return route.launch(real, bucket)
+
+    def route_of(self, flat: torch.Tensor) -> tuple[SumRoute, torch.Tensor]:
+        """The one that this tensor takes, and as which tensor."""
         real = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-        return self.route(Form(real.numel(), real.dtype, real.device)).launch(real, bucket)
+        return self.route(Form(real.numel(), real.dtype, real.device)), real
 
     def route(self, form: Form) -> SumRoute:
         """The one that such a tensor takes."""

@@ -12,7 +12,7 @@ from gradsync.exchange.flat import FlatBucket, Item, lay_out
 from gradsync.exchange.pipeline import Pipeline
 from gradsync.exchange.residuals import Kept
 from gradsync.exchange.sender import Sender, open_pipeline, travelling_devices
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 from gradsync.transport.lane import Lane
 
 
@@ -45,7 +45,7 @@ class CompressedSum:
             flat.copy_(tensor.detach())
         else:
             torch.mul(tensor.detach(), scale, out=flat)
-        flat_bucket.factors = dict(self._start)
+        flat_bucket.factors.update(self._start)
         pending = self._sender.launch(flat_bucket)
         self._sender.flush()
         self._lane.wait(pending)

@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 import torch
 
-from gradsync.compress.blocks import Span, align
-from gradsync.compress.recipe import EXACT, Choice, Param
+from gradsync.compress.blocks import align
+from gradsync.compress.param import Param, Span
+from gradsync.compress.recipe import EXACT, Choice
 from gradsync.errors import NotEnoughMemory
 from gradsync.kernels.block_kernels import ALIGN_NBYTES
 from gradsync.plan.packing import pack
@@ -171,8 +172,25 @@ class FlatBucket:
         self.items = items
         self.choice = choice
         self.residual: torch.Tensor | None = None  # what was not sent yet: fp32, laid out as `flat`
-        self.factors: dict[str, torch.Tensor] = {}  # PowerSGD's Q, by parameter: where the next step begins
-        self.spans: list[CodecSpan] = []  # what its compressor did on this journey, and when
+        self.factors: dict[str, torch.Tensor] = {}  # what else its codec keeps, by parameter: PowerSGD's Q
+        self.spans: list[CodecSpan] = []  # what its compressor did in this step, and when
+
+    def begin_keeping(self) -> None:
+        """Have what its compressor keeps, as before the first step where it is not there yet."""
+        codec = self.choice.codec
+        if self.residual is None and self.choice.feedback:
+            self.residual = torch.zeros_like(self.flat, dtype=torch.float32)
+        for item in self.items:
+            if item.name not in self.factors and codec is not None and (start := codec.start(item.param)) is not None:
+                self.factors[item.name] = start.to(self.flat.device)
+
+    def keep_with(self, other: FlatBucket | None) -> None:
+        """Keep what another one keeps; None: nothing yet."""
+        self.residual, self.factors = (None, {}) if other is None else (other.residual, other.factors)
+
+    def leave(self) -> None:
+        """A step's rounds begin."""
+        self.spans = []
 
     @property
     def nbytes(self) -> int:

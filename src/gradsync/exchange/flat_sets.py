@@ -4,7 +4,7 @@
     flat part 0    │ a b │ c d │                flat buckets of one dtype, device and compressor
     flat part 1    │ a b │ c d │                the same once more: one travels while another is filled
 
-What compression keeps between journeys is the flat set's: its flat parts leave one after the other.
+What compression keeps between steps is the flat set's: its flat parts leave one after the other.
 """
 
 from __future__ import annotations
@@ -58,14 +58,11 @@ class FlatSet:
         self.register()
 
     def register(self) -> None:
-        """Take up the journeys, with what waits for these flat buckets; every rank calls this at once."""
+        """Make their routes, with what waits for these flat buckets; every rank calls this at once."""
         first = self.flat_parts[0].flat_buckets
         for flat_part in self.flat_parts:
             for flat_bucket, elder in zip(flat_part.flat_buckets, first, strict=True):
-                if flat_bucket is elder:
-                    flat_bucket.residual, flat_bucket.factors = None, {}
-                else:
-                    flat_bucket.residual, flat_bucket.factors = elder.residual, elder.factors
+                flat_bucket.keep_with(None if flat_bucket is elder else elder)
             self._sender.add(flat_part.flat_buckets)
 
     def launch(self, flat_part: FlatPart) -> list[Pending]:

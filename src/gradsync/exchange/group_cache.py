@@ -18,7 +18,7 @@ from gradsync.exchange.choose_route import ExactSum
 from gradsync.exchange.compressed_sum import CompressedSum
 from gradsync.exchange.pipeline import Pipeline
 from gradsync.plan.guard import Guard
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 from gradsync.transport.groups import group_timeout
 from gradsync.transport.lane import NET_S, Lane, open_lane
 

@@ -21,12 +21,12 @@ from gradsync.errors import NotEnoughMemory
 from gradsync.exchange.choose_route import ExactSum
 from gradsync.exchange.flat import Form
 from gradsync.exchange.pinned import PinnedRoute
-from gradsync.exchange.routes import Bounds, SharedRoute, card_of, share_blocks
+from gradsync.exchange.routes import Bounds, SharedRoute, share_blocks
 from gradsync.kernels.library import OpKind
 from gradsync.transport.groups import BRIDGE, HOUSE, Channel
 from gradsync.transport.lane import Lane
 from gradsync.transport.pending import Collective, Pending
-from gradsync.transport.shared_memory import Team
+from gradsync.transport.shared_memory import Team, card_of
 
 
 class Participants(Protocol):

@@ -5,7 +5,7 @@
 
 Gloo's own way would stage the whole tensor and send it through loopback.
 
-Payloads are made and travel in one memory where the wire can read it: host memory on gloo, GPU memory on NCCL. Those
+Payloads are made and travel in one memory where the channel can read it: host memory on gloo, GPU memory on NCCL. Those
 of a GPU on gloo are copied to pinned memory and back, by the stream of the pipeline, whose thread waits for them: no
 other does.
 """
@@ -16,6 +16,7 @@ import weakref
 
 import torch
 
+from gradsync.compress.rounds import Payload
 from gradsync.errors import NotEnoughMemory
 from gradsync.exchange.routes import HostRoute
 from gradsync.exchange.schedule_runner import stamp
@@ -25,33 +26,32 @@ from gradsync.transport.pending import Pending
 HOST = torch.device("cpu")
 
 
-class Staged:
-    """A tensor where the device works on it (`near`), and where it travels (`wire`)."""
+class Staged(Payload):
+    """A payload where the device works on it (`near`), and where it travels (`sent`)."""
 
-    def __init__(self, near: torch.Tensor, wire: torch.Tensor) -> None:
-        self.near, self.wire = near, wire
-        self._apart = near.device != wire.device
-        if self._apart:
-            pin(wire, self)
+    def __init__(self, nbytes: float, near: torch.Tensor, sent: torch.Tensor) -> None:
+        super().__init__(nbytes)
+        self.near, self.sent = near, sent
+        self.apart = near.device != sent.device
+        if self.apart:
+            pin(sent, self)
 
     @classmethod
-    def beside(cls, wire: torch.Tensor, device: torch.device) -> Staged:
-        """For payloads made on `device`, which travel in `wire`."""
-        return cls(wire if wire.device == device else torch.empty_like(wire, device=device), wire)
+    def beside(cls, nbytes: float, sent: torch.Tensor, device: torch.device) -> Staged:
+        """For what is made on `device`, and travels in `sent`."""
+        return cls(nbytes, sent if sent.device == device else torch.empty_like(sent, device=device), sent)
 
     def down(self, part: int | slice = slice(None)) -> None:
-        """What was made goes to the wire's memory; it is there on return."""
-        if self._apart:
-            self.wire[part].copy_(self.near[part], non_blocking=True)
-            torch.cuda.current_stream(self.near.device).synchronize()
+        """What was made goes where it travels; it is there on return."""
+        self.sent[part].copy_(self.near[part], non_blocking=True)
+        torch.cuda.current_stream(self.near.device).synchronize()
 
     def up(self) -> None:
         """What arrived goes back, in the order of the stream."""
-        if self._apart:
-            self.near.copy_(self.wire, non_blocking=True)
+        self.near.copy_(self.sent, non_blocking=True)
 
 
-def wire_device(device: torch.device, on_host: bool) -> torch.device:
+def travel_device(device: torch.device, on_host: bool) -> torch.device:
     """Where tensors of `device` travel, if its channel works on the host or not."""
     return HOST if on_host else device
 

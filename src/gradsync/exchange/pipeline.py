@@ -1,8 +1,8 @@
-"""The pipeline: runs the journeys of buckets, several at a time, in an order that depends on the buckets' order alone.
+"""The pipeline: runs the rounds of buckets, several at a time, in an order that depends on the buckets' order alone.
 
-A journey is a generator: it encodes, launches a round, yields the pending, goes on when the round is over. Whenever
-a bucket begins its journey, every one that is under way goes one round further, oldest first; at the end of the
-step the rest is done. So ranks launch the same rounds in the same order, however fast each is:
+A bucket's rounds in a step are a generator: it encodes, launches a round, yields the pending, goes on when the round
+is over. Whenever a bucket begins, every one that is under way goes one round further, oldest first; at the end of
+the step the rest is done. So ranks launch the same rounds in the same order, however fast each is:
 
     bucket 0    encode P0 ┄┄┄┄┄┄┄ P0 in, Q0 ┄┄┄┄┄┄┄ Q0 in, decode
     bucket 1                encode P1 ┄┄┄┄┄┄┄┄┄┄┄┄┄┄ P1 in, Q1 ┄┄┄
@@ -26,36 +26,36 @@ from gradsync.transport.pending import Errand, Pending, Promise
 
 _SLICE_S = 1.0
 
-Journey = Iterator[Pending | None]  # None: others have a round here, this rank does not
+PendingRounds = Iterator[Pending | None]  # None: others have a round here, this rank does not
 
 
-class _Travelling(NamedTuple):
-    journey: Journey
+class _UnderWay(NamedTuple):
+    rounds: PendingRounds
     pending: Pending | None  # the round it waits for
     delivery: Promise
 
 
 class Pipeline:
-    """Where journeys are handed in; `lane_thread` runs them, or the caller itself if there is none."""
+    """Where buckets are handed in; `lane_thread` runs them, or the caller itself if there is none."""
 
     def __init__(self, lane_thread: LaneThread | None, device: torch.device) -> None:
         self._lane_thread = lane_thread
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._trips: list[_Travelling] = []
+        self._under_way: list[_UnderWay] = []
         self._broken: Exception | None = None
 
-    def take(self, journey: Journey, delivery: Promise) -> None:
-        """Begin a journey after those handed in before."""
+    def take(self, rounds: PendingRounds, delivery: Promise) -> None:
+        """Begin a bucket's rounds after those handed in before."""
         if self._stream is None:
-            self._do(lambda: self._begin(journey, delivery), delivery)
+            self._do(lambda: self._begin(rounds, delivery), delivery)
             return
         device, ready, done = self._stream.device, torch.cuda.Event(), torch.cuda.Event()
         ready.record(torch.cuda.current_stream(device))
         delivery.then(lambda: torch.cuda.current_stream(device).wait_event(done))
-        self._do(lambda: self._begin(_between(journey, ready, done), delivery), delivery)
+        self._do(lambda: self._begin(_between(rounds, ready, done), delivery), delivery)
 
     def flush(self) -> None:
-        """All journeys to their ends: no more begin in this step."""
+        """All rounds to their ends: no more begin in this step."""
         self._do(self._finish_all)
 
     def _do(self, work: Callable[[], None], delivery: Promise | None = None) -> None:
@@ -74,58 +74,58 @@ class Pipeline:
             self._lane_thread.take(Errand(run, "the exchange", 0, -1))
 
     def _give_up(self, error: Exception, newest: Promise | None) -> None:
-        """Neither the trips that are under way nor those to come arrive: the stream itself has failed, say."""
+        """Neither what is under way nor what is to come arrives: the stream itself has failed, say."""
         first, self._broken = self._broken, self._broken or error
-        waiting = [trip.delivery for trip in self._trips] + ([] if newest is None else [newest])
-        self._trips = []
+        waiting = [each.delivery for each in self._under_way] + ([] if newest is None else [newest])
+        self._under_way = []
         for delivery in waiting:
             delivery.finish(error if first is None else RuntimeError(str(first)))
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def _begin(self, journey: Journey, delivery: Promise) -> None:
+    def _begin(self, rounds: PendingRounds, delivery: Promise) -> None:
         # A thread that torch did not start heeds torch.set_num_threads() only once it has asked; until then a small
         # matrix product wakes a thread per core, and ranks that share cores wait 20 ms for each.
         torch.get_num_threads()
-        newest = self._further(_Travelling(journey, None, delivery))
+        newest = self._further(_UnderWay(rounds, None, delivery))
         self._all_further()
         if newest is not None:
-            self._trips.append(newest)
+            self._under_way.append(newest)
 
     def _finish_all(self) -> None:
-        while self._trips:
+        while self._under_way:
             self._all_further()
 
     def _all_further(self) -> None:
-        self._trips = [trip for trip in map(self._further, self._trips) if trip is not None]
+        self._under_way = [each for each in map(self._further, self._under_way) if each is not None]
 
-    def _further(self, trip: _Travelling) -> _Travelling | None:
+    def _further(self, bucket: _UnderWay) -> _UnderWay | None:
         """One round further; None when it has arrived, or failed: then nothing that follows can be trusted."""
         if self._broken is not None:
-            trip.delivery.finish(RuntimeError(str(self._broken)))
+            bucket.delivery.finish(RuntimeError(str(self._broken)))
             return None
         try:
-            if trip.pending is not None:
-                _await(trip.pending)
-            return trip._replace(pending=next(trip.journey))
+            if bucket.pending is not None:
+                _await(bucket.pending)
+            return bucket._replace(pending=next(bucket.rounds))
         except StopIteration:
-            trip.delivery.finish()
+            bucket.delivery.finish()
         except Exception as error:
             self._broken = error
-            trip.delivery.finish(error)
+            bucket.delivery.finish(error)
         return None
 
 
 def _await(pending: Pending) -> None:
-    # It ends: the channel's own timeout bounds it, and whoever gives up cuts the wires.
+    # It ends: the channel's own timeout bounds it, and whoever gives up cuts the connections.
     while pending.on_host and not pending.landed(_SLICE_S):
         pass
     pending.settle()
 
 
-def _between(journey: Journey, ready: torch.cuda.Event, done: torch.cuda.Event) -> Journey:
-    """The same on the current stream, after one event and before another."""
+def _between(rounds: PendingRounds, ready: torch.cuda.Event, done: torch.cuda.Event) -> PendingRounds:
+    """These rounds on the current stream, after one event and before another."""
     torch.cuda.current_stream().wait_event(ready)
-    yield from journey
+    yield from rounds
     done.record()

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from gradsync.compress.powersgd import PowerSGD, matrix, start_q
 from gradsync.exchange.flat import FlatBucket, Item
 
 
@@ -15,19 +14,19 @@ class Kept(NamedTuple):
     """Rank-local: no other rank has the same residuals."""
 
     residuals: dict[str, torch.Tensor]  # in the parameter's shape, fp32
-    factors: dict[str, torch.Tensor]  # PowerSGD's Q
+    factors: dict[str, torch.Tensor]  # what else codecs keep: PowerSGD's Q
 
 
 def begin(flat_buckets: Iterable[FlatBucket]) -> Kept:
-    """What is kept before the first compressed step: residuals of zero, the first Q."""
+    """What is kept before the first compressed step: residuals of zero, and what codecs start with."""
     kept = Kept({}, {})
     for flat_bucket in flat_buckets:
         codec, device = flat_bucket.choice.codec, flat_bucket.flat.device
         for item in flat_bucket.items:
             if flat_bucket.choice.feedback:
                 kept.residuals[item.name] = torch.zeros(item.shape, device=device, dtype=torch.float32)
-            if isinstance(codec, PowerSGD):
-                kept.factors[item.name] = start_q(item.param, codec.rank, codec.seed).to(device)
+            if codec is not None and (start := codec.start(item.param)) is not None:
+                kept.factors[item.name] = start.to(device)
     return kept
 
 
@@ -46,7 +45,7 @@ def collect(flat_buckets: Iterable[FlatBucket]) -> Kept:
 def place(kept: Kept, flat_buckets: Iterable[FlatBucket]) -> Kept:
     """Put what is kept where its parameter is now; return what has no place there.
 
-    A Q of another shape, from another rank of PowerSGD, is of no use: the first one serves.
+    A factor of another shape, from another rank of PowerSGD say, is of no use: the first one serves.
     """
     left = Kept(dict(kept.residuals), dict(kept.factors))
     for flat_bucket in flat_buckets:
@@ -61,4 +60,5 @@ def place(kept: Kept, flat_buckets: Iterable[FlatBucket]) -> Kept:
 
 def _fits(factor: torch.Tensor, flat_bucket: FlatBucket, item: Item) -> bool:
     codec = flat_bucket.choice.codec
-    return isinstance(codec, PowerSGD) and factor.shape == (matrix(item.param.shape)[1], codec.rank)
+    start = None if codec is None else codec.start(item.param)
+    return start is not None and factor.shape == start.shape

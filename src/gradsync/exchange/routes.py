@@ -27,7 +27,7 @@ from gradsync.kernels.library import CODES, Op, OpKind
 from gradsync.transport.groups import MESSAGES
 from gradsync.transport.lane import Lane
 from gradsync.transport.pending import ByWorker, Errand, OnStream, Pending
-from gradsync.transport.shared_memory import LANE, Team
+from gradsync.transport.shared_memory import LANE, Team, card_of
 
 _SLICE_S = 1.0
 Bounds = ctypes.Array[ctypes.c_uint64]
@@ -96,11 +96,6 @@ class SharedRoute:
 
     def run(self, flat: torch.Tensor, mark: int) -> None:
         _advance(self._team, self._team.sum_op(flat, card_of(flat, mark, 0)))
-
-
-def card_of(flat: torch.Tensor, step: int, bucket: int) -> bytes:
-    """What ranks compare before they touch anything."""
-    return f"bucket {bucket} step {step % 10**6}: {flat.numel()} {str(flat.dtype).removeprefix('torch.')}".encode()
 
 
 def share_blocks(team: Team, kind: OpKind, flat: torch.Tensor, bounds: Bounds, card: bytes) -> None:

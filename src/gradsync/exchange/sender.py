@@ -1,8 +1,7 @@
-"""How buckets travel under a plan: each by the way that its compressor needs, all in one order.
+"""How buckets travel under a plan: each by the rounds that its compressor needs, all in one order.
 
-    bucket ─▶ FlatBucket ─▶ its route: plain │ casting │ sampling │ coding │ low_rank, perhaps across hosts only ─▶
-    Pipeline
-                                                                                               audited now and then
+    bucket ─▶ FlatBucket ─▶ its route: as it is, or the rounds of its codec, perhaps across hosts only ─▶ Pipeline
+                                                                                        audited now and then
 
 Without a compressor a bucket is summed at once, and none of this stands in its way.
 
@@ -12,45 +11,49 @@ What compression does to these gradients: now and then the exact sum travels too
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from gradsync.compress.blocks import BlockCodec, two_phases_pay
-from gradsync.compress.cast import Cast
-from gradsync.compress.powersgd import PowerSGD
-from gradsync.compress.randomk import RandomK
-from gradsync.compress.recipe import EXACT, Choice, Codec, Param
+from gradsync.compress.param import Param
+from gradsync.compress.recipe import EXACT, Choice
+from gradsync.compress.rounds import Bucket, BucketForm, across, exact
+from gradsync.exchange.bucket_route import BucketRoute, RoutedBucket
 from gradsync.exchange.choose_route import ExactSum
 from gradsync.exchange.flat import FlatBucket
-from gradsync.exchange.journeys.across import Across
-from gradsync.exchange.journeys.casting import Casting
-from gradsync.exchange.journeys.coding import Gathering, TwoPhases
-from gradsync.exchange.journeys.low_rank import LowRank
-from gradsync.exchange.journeys.plain import Plain
-from gradsync.exchange.journeys.route import Route
-from gradsync.exchange.journeys.sampling import Sampling
 from gradsync.exchange.participants import AllRanks, Leaders, Participants, WithinHosts
-from gradsync.exchange.pinned import HOST, wire_device
-from gradsync.exchange.pipeline import Journey, Pipeline
+from gradsync.exchange.pinned import HOST, travel_device
+from gradsync.exchange.pipeline import PendingRounds, Pipeline
 from gradsync.exchange.residuals import Kept, begin, collect, place
-from gradsync.plan.plan import Plan
-from gradsync.trace.tally import CodecTally, Tally
+from gradsync.exchange.routes import SumRoute
+from gradsync.plan.sync_plan import Plan
+from gradsync.trace.tally import Tally
 from gradsync.transport.groups import is_on_host
 from gradsync.transport.lane import Lane
 from gradsync.transport.pending import Pending, Promise
 
 
-def audited(journey: Journey, flat_bucket: FlatBucket, everybody: Participants, tally: Tally, step: int) -> Journey:
-    """The same journey, and after it one more round for the exact sum."""
-    exact = flat_bucket.flat.clone()
-    yield from journey
-    yield everybody.sum(exact, flat_bucket.index)
-    tally.audit(step, flat_bucket.flat, exact)
+def audited(
+    rounds: PendingRounds, flat_bucket: FlatBucket, everybody: Participants, tally: Tally, step: int
+) -> PendingRounds:
+    """These rounds, and after them one more for the exact sum."""
+    exact_sum = flat_bucket.flat.clone()
+    yield from rounds
+    yield everybody.sum(exact_sum, flat_bucket.index)
+    tally.audit(step, flat_bucket.flat, exact_sum)
+
+
+class Transit(NamedTuple):
+    """What gradients travel by."""
+
+    lane: Lane
+    exact: ExactSum
+    sender: Sender
 
 
 class Sender:
-    """Sends buckets on their journeys."""
+    """Sends buckets on their routes."""
 
     def __init__(
         self,
@@ -73,9 +76,11 @@ class Sender:
         self._lane = lane
         self._exact = exact
         self._compress = plan.compress if lane.groups.size > 1 or even_alone else None
+        self.goes_in_rounds = self._compress is not None
         self._audit_every = plan.audit_every
-        self._routes: dict[int, Route] = {}
-        self._sent_plainly: dict[int, float] = {}  # bytes on a network, by bucket, while nothing is done to it
+        self._routes: dict[int, BucketRoute] = {}
+        self._exact_routes: dict[int, BucketRoute] = {}  # while nothing is done to it
+        self._sums: dict[int, tuple[FlatBucket, SumRoute, torch.Tensor]] = {}  # by index, where nothing is compressed
         self._everybody = AllRanks(lane, exact)
         if self._compress is None:
             return
@@ -84,7 +89,7 @@ class Sender:
         self._on_host = on_host
         if len(lane.hosts) > 1:
             self._within_hosts = WithinHosts(lane, parent, device, on_host, timeout)
-            self._leaders = Leaders(lane, parent, wire_device(device, on_host).type, timeout)
+            self._leaders = Leaders(lane, parent, travel_device(device, on_host).type, timeout)
 
     def choose(self, param: Param) -> Choice:
         """How this parameter's gradient is to travel; the same on every rank."""
@@ -102,12 +107,12 @@ class Sender:
     def add(self, flat_buckets: list[FlatBucket], compress: bool = True) -> None:
         """These buckets travel too from now on, and begin with what waits for them; every rank calls this at once."""
         self.flat_buckets = self.flat_buckets + flat_buckets
-        self._sent_plainly = {}
+        self._exact_routes, self._sums = {}, {}
         # What holds nothing has nothing to compress.
         travelling = [p for p in flat_buckets if compress and p.choice.codec is not None and p.flat.numel()]
         for flat_bucket in travelling:
-            if flat_bucket.residual is None and flat_bucket.choice.feedback and self._encodes(flat_bucket.choice):
-                flat_bucket.residual = torch.zeros_like(flat_bucket.flat, dtype=torch.float32)
+            if self._encodes(flat_bucket.choice):
+                flat_bucket.begin_keeping()
         self._waiting = place(self._waiting, travelling)
         for flat_bucket in travelling:
             self._routes[flat_bucket.index] = self._route(flat_bucket)
@@ -118,6 +123,7 @@ class Sender:
         self._waiting = Kept(self._waiting.residuals | now.residuals, self._waiting.factors | now.factors)
         self.flat_buckets = [flat_bucket for flat_bucket in self.flat_buckets if flat_bucket.index not in gone]
         self._routes = {index: route for index, route in self._routes.items() if index not in gone}
+        self._exact_routes, self._sums = {}, {}
 
     def kept(self) -> Kept:
         """Copies of all that is kept between steps; before compression begins, what it will begin with."""
@@ -131,7 +137,8 @@ class Sender:
 
     def replace(self, kept: Kept) -> None:
         """Forget these buckets and what is kept for them: the next ones begin with this instead."""
-        self.flat_buckets, self._routes, self._waiting = [], {}, kept
+        self.flat_buckets, self._waiting = [], kept
+        self._routes, self._exact_routes, self._sums = {}, {}, {}
 
     def rescale(self, factor: float) -> None:
         """Multiply all residuals: gradients will come in another unit."""
@@ -146,53 +153,57 @@ class Sender:
         return sorted(self._waiting.residuals)
 
     def launch(self, flat_bucket: FlatBucket) -> Pending:
-        """Start a bucket's journey."""
+        """Start a bucket's rounds."""
         if self._compress is None:
-            return self._exact.launch(flat_bucket.flat, flat_bucket.index)
-        step, route = self._lane.step, self._routes.get(flat_bucket.index)
-        if route is None or step < flat_bucket.choice.exact_steps:
-            plain = Plain(flat_bucket, self._everybody)
-            return self._send(flat_bucket, plain.go(step), flat_bucket.nbytes, step)
-        account = self.tally.account(flat_bucket.choice.label)
-        flat_bucket.spans = []
-        account.sent(step, route.way, flat_bucket.raw_nbytes, flat_bucket.payload_nbytes, route.sent_nbytes)
-        journey = route.go(step)
+            known = self._sums.get(flat_bucket.index)
+            if known is None or known[0] is not flat_bucket:
+                known = self._sums[flat_bucket.index] = (flat_bucket, *self._exact.route_of(flat_bucket.flat))
+            _, route, flat = known
+            return route.launch(flat, flat_bucket.index)
+        step = self._lane.step
+        bucket_route = self._route_in(flat_bucket, step)
+        rounds = bucket_route.go(step)
+        if bucket_route is not self._routes.get(flat_bucket.index):
+            return self._send(flat_bucket, rounds, flat_bucket.nbytes, step)
+        flat_bucket.leave()
+        self.tally.codec(flat_bucket.choice.label).sent(
+            step, bucket_route.way, flat_bucket.raw_nbytes, flat_bucket.payload_nbytes, bucket_route.sent_nbytes
+        )
         if self._audit_every is not None and step % self._audit_every == 0:
-            journey = audited(journey, flat_bucket, self._everybody, self.tally, step)
-        return self._send(flat_bucket, journey, flat_bucket.payload_nbytes, step)
+            rounds = audited(rounds, flat_bucket, self._everybody, self.tally, step)
+        return self._send(flat_bucket, rounds, flat_bucket.payload_nbytes, step)
 
     def flush(self) -> None:
         """All buckets of this step are under way: see each to its end."""
-        if self._compress is not None:
+        if self.goes_in_rounds:
             self._pipeline.flush()
 
     def wire(self, flat_buckets: list[FlatBucket] | None = None) -> tuple[int, str]:
         """The bytes that this rank sends over a network for these buckets, or all; and by which algorithms or ways."""
-        routes = [
-            self._route_now(flat_bucket)
-            for flat_bucket in (self.flat_buckets if flat_buckets is None else flat_buckets)
-        ]
+        step, asked = self._lane.step, self.flat_buckets if flat_buckets is None else flat_buckets
+        routes = [self._route_in(flat_bucket, step) for flat_bucket in asked]
         return round(sum(route.sent_nbytes for route in routes)), "+".join(sorted({route.way for route in routes}))
 
     def sent_nbytes(self, flat_bucket: FlatBucket, step: int) -> float:
         """The bytes of this bucket that this rank puts on a network in that step; asked in every one."""
-        route = self._routes.get(flat_bucket.index)
+        return self._route_in(flat_bucket, step).sent_nbytes
+
+    def _route_in(self, flat_bucket: FlatBucket, step: int) -> BucketRoute:
+        """By its codec's rounds, or as it is while it is not compressed yet."""
+        index = flat_bucket.index
+        route = self._routes.get(index)
         if route is not None and step >= flat_bucket.choice.exact_steps:
-            return route.sent_nbytes
-        known = self._sent_plainly.get(flat_bucket.index)
-        if known is None:
-            known = self._sent_plainly[flat_bucket.index] = Plain(flat_bucket, self._everybody).sent_nbytes
-        return known
+            return route
+        plain = self._exact_routes.get(index)
+        if plain is None:
+            bucket = RoutedBucket(flat_bucket, self._everybody, flat_bucket.flat.device)
+            plain = self._exact_routes[index] = BucketRoute(flat_bucket, exact(bucket), self._everybody)
+        return plain
 
-    def _route_now(self, flat_bucket: FlatBucket) -> Route:
-        route = self._routes.get(flat_bucket.index)
-        warm = route is not None and self._lane.step >= flat_bucket.choice.exact_steps
-        return route if route is not None and warm else Plain(flat_bucket, self._everybody)
-
-    def _send(self, flat_bucket: FlatBucket, journey: Journey, nbytes: int, step: int) -> Pending:
+    def _send(self, flat_bucket: FlatBucket, rounds: PendingRounds, nbytes: int, step: int) -> Pending:
         delivery = Promise(flat_bucket.what, nbytes, flat_bucket.index, self._on_host)
         self._lane.follow(delivery)
-        self._pipeline.take(_dated(journey, self._lane, step), delivery)
+        self._pipeline.take(_dated(rounds, self._lane, step), delivery)
         return delivery
 
     # Which way
@@ -201,52 +212,31 @@ class Sender:
         """Whether this rank encodes anything: across hosts only one of each host does."""
         return not choice.across or self._leaders.rank >= 0
 
-    def _route(self, flat_bucket: FlatBucket) -> Route:
-        codec, account = flat_bucket.choice.codec, self.tally.account(flat_bucket.choice.label)
+    def _route(self, flat_bucket: FlatBucket) -> BucketRoute:
+        codec, tally = flat_bucket.choice.codec, self.tally.codec(flat_bucket.choice.label)
         assert codec is not None
-        wire = wire_device(flat_bucket.flat.device, self._on_host)
+        sent_from = travel_device(flat_bucket.flat.device, self._on_host)
         if not flat_bucket.choice.across:
-            return route_of(codec, flat_bucket, self._everybody, wire, account)
+            bucket = RoutedBucket(flat_bucket, self._everybody, sent_from)
+            return BucketRoute(flat_bucket, codec.rounds(bucket), self._everybody, tally)
         self._within_hosts.open()
         self._leaders.open()
-        rounds = _num_rounds(codec, self._leaders)
-        inner = (
-            route_of(codec, flat_bucket, self._leaders, wire, account) if self._encodes(flat_bucket.choice) else None
-        )
-        return Across(flat_bucket, self._within_hosts, inner, rounds)
+        bucket = RoutedBucket(flat_bucket, self._leaders, sent_from)
+        speaks = self._encodes(flat_bucket.choice)
+        inner: Bucket = bucket if speaks else BucketForm(bucket.params, self._leaders.size)
+        rounds = across(bucket, codec.rounds(inner), speaks)
+        return BucketRoute(flat_bucket, rounds, self._leaders, tally, self._within_hosts)
 
 
-def _dated(journey: Journey, lane: Lane, step: int) -> Journey:
-    """The same journey; its rounds belong to the step in which it began."""
+def _dated(rounds: PendingRounds, lane: Lane, step: int) -> PendingRounds:
+    """These rounds, each belonging to the step in which the first began."""
     while True:
         with lane.dated(step):
             try:
-                pending = next(journey)
+                pending = next(rounds)
             except StopIteration:
                 return
         yield pending
-
-
-def route_of(
-    codec: Codec, flat_bucket: FlatBucket, participants: Participants, wire: torch.device, account: CodecTally
-) -> Route:
-    match codec:
-        case Cast():
-            return Casting(flat_bucket, codec, participants, wire, account)
-        case RandomK():
-            return Sampling(flat_bucket, codec, participants, wire, account)
-        case PowerSGD():
-            return LowRank(flat_bucket, codec, participants, wire, account)
-        case BlockCodec():
-            way = TwoPhases if two_phases_pay(participants.size, participants.in_memory) else Gathering
-            return way(flat_bucket, codec, participants, wire, account)
-    raise AssertionError(f"no way is known for {codec!r}")
-
-
-def _num_rounds(codec: Codec, participants: Participants) -> int:
-    """How often its journey yields, on every rank: who does not speak for its host keeps count."""
-    in_parts = isinstance(codec, BlockCodec) and two_phases_pay(participants.size, participants.in_memory)
-    return 2 if in_parts or isinstance(codec, PowerSGD) else 1
 
 
 def open_pipeline(lane: Lane, device: torch.device) -> Pipeline:

@@ -25,7 +25,7 @@ from gradsync.integrations import rank_files
 from gradsync.integrations.without_ddp import Accelerator, NoSync, attach_prepared, check, refuse_wrapped
 from gradsync.plan.auto import Auto
 from gradsync.plan.guard import Guard
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 
 
 def prepare(
@@ -95,6 +95,6 @@ def _keep(accelerator: Accelerator, sync: GradSync) -> None:
 
 
 def _name(sync: GradSync, models: Sequence[torch.nn.Module]) -> str | None:
-    """By its model's place among those that Accelerate keeps; None if it keeps that model no more."""
+    """The name follows from the model's place among those that Accelerate keeps; None if it keeps it no more."""
     syncs = [each for each in map(_sync_of, models) if each is not None]
     return f"gradsync{syncs.index(sync) or ''}" if sync in syncs else None

@@ -103,7 +103,7 @@ def revert(module: nn.Module) -> nn.Module:
 
 
 class _Normalize(torch.autograd.Function):
-    """See [Two exchanges]. Sums are taken in fp32, or in fp64 for fp64."""
+    """Normalizes as [Two exchanges] says. Sums are taken in fp32, or in fp64 for fp64."""
 
     @staticmethod
     def forward(
@@ -174,7 +174,7 @@ def _merged(x: Tensor, group: dist.ProcessGroup) -> tuple[float, Tensor, Tensor]
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """By channel: one row for each place of each sample."""
+    """The values by channel: one row for each place of each sample."""
     wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
     return wide.movedim(1, -1).reshape(-1, tensor.shape[1])
 

@@ -22,9 +22,9 @@ from torch._C._distributed_c10d import GradBucket
 
 from gradsync.compress.recipe import Choice
 from gradsync.engine.bucket import Entry
-from gradsync.engine.step import Transit
 from gradsync.errors import GradSyncError
 from gradsync.exchange.flat import Allocate, Choose, FlatBucket, Item, lay_out, make_flat_buckets, pack_items
+from gradsync.exchange.sender import Transit
 from gradsync.integrations.hook_agreement import compare
 
 
@@ -42,7 +42,7 @@ class DDPBucket:
             for here, flat_bucket in zip(places, flat_buckets, strict=True)
         ]
 
-    def put_in(self, bucket: torch.Tensor, scale: float) -> None:
+    def pack(self, bucket: torch.Tensor, scale: float) -> None:
         """Take `scale` times DDP's gradients."""
         if self._whole:
             torch.mul(bucket, scale, out=self.flat_buckets[0].flat)
@@ -52,7 +52,7 @@ class DDPBucket:
             torch._foreach_copy_(parts, [gradients[place] for place in places])
             flat_bucket.flat.mul_(scale)
 
-    def take_out(self, bucket: torch.Tensor) -> torch.Tensor:
+    def unpack(self, bucket: torch.Tensor) -> torch.Tensor:
         """The averages, laid out as DDP's bucket is: in our memory, or back in its own."""
         if self._whole:
             return self.flat_buckets[0].flat
@@ -63,7 +63,7 @@ class DDPBucket:
 
 
 def make_ddp_bucket(items: list[Item], choose: Choose, indices: list[int], allocate: Allocate) -> DDPBucket:
-    """For a bucket with these items, which lie without a gap; every rank makes it at once.
+    """Make what a bucket with these items, which lie without a gap, travels in; every rank does so at once.
 
     `indices` are free for its flat buckets: as many as it has items are enough.
     """
@@ -101,7 +101,7 @@ class DDPBuckets:
         self._entries = {id(entry.param): entry for entry in entries}
         self._ddp_buckets: dict[Key, DDPBucket] = {}
         # A state saved before the first step has the form of one saved later.
-        self._sender.expect([self._stand_in(entry) for entry in entries if entry.param.requires_grad])
+        self._sender.expect([self._placeholder(entry) for entry in entries if entry.param.requires_grad])
         self._lane.name_buckets(self._describe)
 
     def find(self, bucket: GradBucket) -> DDPBucket | None:
@@ -109,7 +109,7 @@ class DDPBuckets:
         return self._ddp_buckets.get(tuple(map(id, bucket.parameters())))
 
     def make(self, bucket: GradBucket) -> DDPBucket:
-        """For a new bucket. Nothing may be under way: other threads look through the memory that grows."""
+        """Make what a new bucket travels in. Nothing may be under way: threads look through the memory that grows."""
         buffer, params = bucket.buffer(), bucket.parameters()
         # DDP may have buckets of another dtype than the parameters'.
         items = [
@@ -148,8 +148,8 @@ class DDPBuckets:
             )
         return entry.name
 
-    def _stand_in(self, entry: Entry) -> FlatBucket:
-        """For a parameter whose bucket is not known yet."""
+    def _placeholder(self, entry: Entry) -> FlatBucket:
+        """A flat bucket of a parameter whose own is not known yet."""
         item = item_in_bucket(entry.name, entry.param)
         nothing = torch.empty(0, dtype=item.dtype, device=item.device)
         return FlatBucket(-1, nothing, [item], self._sender.choose(item.param))

@@ -16,7 +16,7 @@ from gradsync.engine.parameters import Inventory, take_inventory
 from gradsync.integrations.ddp_state import DDPState
 from gradsync.plan.guard import Guard
 from gradsync.plan.paces import EveryStep
-from gradsync.plan.plan import Plan, not_a_plan
+from gradsync.plan.sync_plan import Plan, not_a_plan
 
 Hook = Callable[[DDPState, GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -39,7 +39,7 @@ def ddp_hook(plan: Plan, ddp: DistributedDataParallel, *, guard: Guard | None = 
 
 
 def open_hook(plan: Plan, ddp: DistributedDataParallel, guard: Guard | None, always: bool) -> tuple[DDPState, Hook]:
-    """As `ddp_hook`; `always` compresses even where one rank is alone (to measure it)."""
+    """What `ddp_hook` does; `always` compresses even where one rank is alone (to measure it)."""
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(
             f"ddp_hook(plan, ddp) takes a DistributedDataParallel, got {type(ddp).__name__}; "

@@ -30,27 +30,27 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsync.checkpoint.format import (
     Arrangement,
-    Part,
+    OwnState,
     SavedRunState,
-    Shared,
+    SharedState,
     State,
     add_up,
-    fitting,
     flatten,
     flatten_part,
     flatten_shared,
+    shorten,
 )
 from gradsync.checkpoint.redistribute import changes, gather, receive
 from gradsync.compress import toml
 from gradsync.engine.bucket import Entry
 from gradsync.engine.hooks import in_backward, queue_callback
-from gradsync.engine.step import Transit
 from gradsync.errors import Disagreement, GradSyncError
 from gradsync.exchange.means import mean_scale
 from gradsync.exchange.residuals import Kept
+from gradsync.exchange.sender import Transit
 from gradsync.integrations.ddp_buckets import DDPBucket, DDPBuckets
 from gradsync.integrations.hook_agreement import compare
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 from gradsync.trace import Recorder
 from gradsync.transport.heartbeat import Phase
 from gradsync.transport.pending import Pending
@@ -84,12 +84,12 @@ class DDPState:
         self._ddp = ddp  # weakly: DDP holds us
         self._shapes = {entry.name: tuple(entry.param.shape) for entry in entries}
         self._ddp_buckets = DDPBuckets(entries, opened)
-        self._trips: list[BucketInFlight] = []  # of the step under way
+        self._buckets: list[BucketInFlight] = []  # of the step under way
         self._recorder = Recorder()
         self._scale = mean_scale(self._lane.groups.size)
         self._closed = False
         recipe = {"combine": plan.combine, "compress": toml.canonical(plan.compress)}
-        self._recipe = fitting(json.dumps(recipe))
+        self._recipe = shorten(json.dumps(recipe))
 
     # A step, bucket by bucket
 
@@ -100,13 +100,13 @@ class DDPState:
             buffer = bucket.buffer()
             self._lane.at(Phase.BACKWARD, bucket.index())
             ddp_bucket = self._ddp_buckets.find(bucket) or self._make(bucket)
-            ddp_bucket.put_in(buffer, self._scale)
+            ddp_bucket.pack(buffer, self._scale)
             in_flight = [self._sender.launch(flat_bucket) for flat_bucket in ddp_bucket.flat_buckets]
             future: Future[torch.Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
-            self._trips.append(BucketInFlight(ddp_bucket, buffer, in_flight, future))
+            self._buckets.append(BucketInFlight(ddp_bucket, buffer, in_flight, future))
             if bucket.is_last():
                 self._sender.flush()
-                self._see_to_the_end()
+                self._finish_after_backward()
         return future
 
     def _make(self, bucket: GradBucket) -> DDPBucket:
@@ -115,8 +115,8 @@ class DDPState:
         self._wait()
         return self._ddp_buckets.make(bucket)
 
-    def _see_to_the_end(self) -> None:
-        """See [Who waits]."""
+    def _finish_after_backward(self) -> None:
+        """Have the end of backward finish the step, or finish it here: see [Who waits]."""
         ddp = self._ddp()
         if in_backward() and not (ddp is not None and ddp.static_graph):
             queue_callback(self._finish)
@@ -128,28 +128,23 @@ class DDPState:
             self._lane.at(Phase.SYNCHRONIZING)
             self._recorder.start_waiting(any(not channel.on_host for channel in self._lane.groups.data.values()))
             self._wait()
-            for trip in self._trips:
-                trip.future.set_result(trip.ddp_bucket.take_out(trip.buffer))
-            self._close_record()
-            self._trips = []
+            for each in self._buckets:
+                each.future.set_result(each.ddp_bucket.unpack(each.buffer))
+            in_flight = [pending for each in self._buckets for pending in each.in_flight]
+            self._recorder.finish(self._lane.step, in_flight)
+            self._buckets = []
             self._lane.session.next_step()
 
     def _wait(self) -> None:
         try:
-            for trip in self._trips:
-                for pending in trip.in_flight:
+            for each in self._buckets:
+                for pending in each.in_flight:
                     self._lane.wait(pending)
         except Cards as error:
             raise Disagreement(
                 f"{self._lane.place()} the ranks of this host came to different sums: {'; '.join(error.cards)}; "
                 "every rank must run as many backwards as the others"
             ) from None
-
-    def _close_record(self) -> None:
-        in_flight = [pending for trip in self._trips for pending in trip.in_flight]
-        spans = [(pending.launched_at, pending.finished_at) for pending in in_flight if pending.finished_at]
-        nbytes = sum(pending.nbytes for pending in in_flight)
-        self._recorder.finish_step(self._lane.step, spans, nbytes, len(in_flight), None)
 
     # What it cost, and what is kept
 
@@ -181,8 +176,8 @@ class DDPState:
         kept, size = self._sender.kept(), self._lane.groups.size
         # DDP learns its own order anew in every run.
         arrangement = Arrangement(list(reversed(self._shapes)), [], learned=False)
-        shared = Shared(self._lane.step, size, 1.0, 0, self._recipe, arrangement)
-        return SavedRunState(shared, kept.factors, {self._lane.groups.rank: Part(kept.residuals, {}, 0)})
+        shared = SharedState(self._lane.step, size, 1.0, 0, self._recipe, arrangement)
+        return SavedRunState(shared, kept.factors, {self._lane.groups.rank: OwnState(kept.residuals, {}, 0)})
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Continue from `state_dict()`; every rank calls it, between two steps, with what it has: its own, or all."""
@@ -190,13 +185,13 @@ class DDPState:
         with self._failing():
             compare(self._lane, "load_state_dict()")
         keeps = len(self._sender.kept().residuals)
-        taken, hand = receive(self._lane, state, self._shapes, keeps, self._failing)
+        taken, redistribution = receive(self._lane, state, self._shapes, keeps, self._failing)
         with self._failing():
             self._ddp_buckets.forget()
             self._sender.replace(Kept(add_up(taken.parts.values()), taken.factors))
             self._lane.session.continue_at(taken.shared.step)
         if self._lane.groups.rank == 0:  # all ranks see the same
-            for change in changes(taken, hand, self._recipe):
+            for change in changes(taken, redistribution, self._recipe):
                 warnings.warn(f"{self._lane.place()} {change}", stacklevel=2)
             if taken.shared.backwards:
                 warnings.warn(f"{self._lane.place()} {_WINDOW}", stacklevel=2)

@@ -28,7 +28,7 @@ from gradsync.engine.attach import attach, check_terms
 from gradsync.engine.handle import GradSync
 from gradsync.plan.auto import Auto
 from gradsync.plan.guard import Guard
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 
 __all__ = ["GradSyncStrategy"]
 

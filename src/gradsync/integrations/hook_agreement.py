@@ -1,4 +1,4 @@
-"""Before ranks do something together that a hook has no header for, they compare what they are about to do."""
+"""Ranks compare what they are about to do together where a hook has no header for it."""
 
 from __future__ import annotations
 

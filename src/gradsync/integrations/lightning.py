@@ -37,16 +37,16 @@ from gradsync.engine.attach import attach, check_terms
 from gradsync.engine.parameters import check_ignore
 from gradsync.integrations.batch_norm import convert, revert
 from gradsync.integrations.lightning_refusals import accumulating, refuse
-from gradsync.integrations.lightning_state import Carrier
+from gradsync.integrations.lightning_state import StatefulStrategy
 from gradsync.plan.auto import Auto
 from gradsync.plan.guard import Guard
 from gradsync.plan.paces import EveryStep
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 
 __all__ = ["GradSyncStrategy"]
 
 
-class GradSyncStrategy(Carrier):
+class GradSyncStrategy(StatefulStrategy):
     """Keep the replicas of a LightningModule in step; `trainer.strategy.sync` is the `GradSync`.
 
     Args:
@@ -82,7 +82,7 @@ class GradSyncStrategy(Carrier):
     # A fit begins and ends
 
     def configure_ddp(self) -> None:
-        """Where Lightning wraps the model: it stays as it is."""
+        """Leave the model as it is, where Lightning would wrap it."""
 
     def setup(self, trainer: pl.Trainer) -> None:
         if type(self._layer_sync) is TorchSyncBatchNorm and self.root_device.type == "cpu":  # sync_batchnorm=True
@@ -103,7 +103,7 @@ class GradSyncStrategy(Carrier):
             scaler=scaler,
             trace=self._trace,
         )
-        self._take_up(sync)
+        self._begin_fit(sync)
 
     def on_train_end(self) -> None:
         """Apply what the pace still has under way: the model that fit leaves is every rank's."""
@@ -116,7 +116,7 @@ class GradSyncStrategy(Carrier):
                 optimizer.zero_grad()
 
     def teardown(self) -> None:
-        self._put_down()
+        self._end_fit()
         super().teardown()
 
     # A step

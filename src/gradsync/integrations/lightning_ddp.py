@@ -32,7 +32,7 @@ from gradsync.integrations.ddp_hook import ddp_hook
 from gradsync.integrations.ddp_state import DDPState
 from gradsync.integrations.lightning_state import KEY
 from gradsync.plan.guard import Guard
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 
 __all__ = ["DDPHook", "average_bucket"]
 

@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from gradsync.plan.auto import Auto
 from gradsync.plan.guard import Guard
 from gradsync.plan.paces import Accumulate, Delayed
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 
 
 def refuse(plan: Plan | Auto | None, guard: Guard | None, accumulating: str | None, scaled: bool) -> None:

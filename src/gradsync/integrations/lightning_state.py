@@ -22,7 +22,7 @@ from gradsync.engine.handle import GradSync
 KEY = "gradsync"  # in Lightning's checkpoint
 
 
-class Carrier(DDPStrategy):
+class StatefulStrategy(DDPStrategy):
     """A strategy with a `GradSync` in it, between setup and teardown of a fit; `sync` stays until the next one."""
 
     sync: GradSync | None = None
@@ -31,10 +31,10 @@ class Carrier(DDPStrategy):
     _interrupted = False
     _left: dict[str, torch.Tensor] | None = None  # by a fit that has ended
 
-    def _take_up(self, sync: GradSync) -> None:
+    def _begin_fit(self, sync: GradSync) -> None:
         self.sync, self._attached, self._interrupted, self._left = sync, True, False, None
 
-    def _put_down(self) -> None:
+    def _end_fit(self) -> None:
         """Every rank calls it, unless an exception has ended the fit."""
         if self.sync is None or not self._attached:
             return
@@ -56,7 +56,7 @@ class Carrier(DDPStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _state(self) -> dict[str, torch.Tensor] | None:
-        """See [Who is there when a checkpoint is written]."""
+        """The state of all ranks, or of this one: see [Who is there when a checkpoint is written]."""
         if self.sync is None or not self._attached:
             return self._left
         assert self.lightning_module is not None

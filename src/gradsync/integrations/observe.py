@@ -1,11 +1,25 @@
-"""`observe`: what a stock DistributedDataParallel model loses to synchronization, and to whom. It changes nothing."""
+"""`observe`: what a stock DistributedDataParallel model loses to synchronization, and to whom. It changes nothing.
+
+Whether every rank of a group is about to observe is asked by the store alone: who is not there answers nothing.
+
+    rank 0    here-0 ── looks … looks ── its patience: absent := "1", if nothing stands there ──▶ reads it: "1"
+    rank 1    (does not observe: another job script, or no gradsync)
+    rank 2              here-2 ── looks … sees that it stands there ───────────────────▶ reads it: "1"
+
+It is written once, by whoever is first to see all ranks or to lose patience, so all that came read the same. Who comes
+when it stands there already belongs to the next round.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -16,10 +30,10 @@ from gradsync.engine.trace_step import Tracing, accord, open_tracer, wanted
 from gradsync.engine.user_hooks import hook_on
 from gradsync.errors import GradSyncError, listed
 from gradsync.integrations.ddp_hook import ignored_by
-from gradsync.integrations.observe_agreement import absent
 from gradsync.integrations.observe_checks import say
 from gradsync.integrations.observer import Observer
 from gradsync.plan.guard import Guard
+from gradsync.transport.awake_clock import Awake
 from gradsync.transport.groups import group_timeout
 from gradsync.transport.lane import open_lane
 from gradsync.transport.sockets import connections
@@ -60,22 +74,22 @@ def observe(
         trace: The folder for the trace; None: that of GRADSYNC_TRACE, if there is one, else no trace.
         guard: Whether replicas are compared; see `Guard`. It can only tell: what DDP has averaged is averaged.
     """
-    folder, guard, entries = _look_at(ddp, trace, guard)
+    folder, guard, entries = _check_arguments(ddp, trace, guard)
     try:
         patience_s = _CALLED_S if guard.timeout is None else min(guard.timeout, _CALLED_S)
-        return together(ddp, folder, guard, entries, patience_s)
+        return observe_together(ddp, folder, guard, entries, patience_s)
     except (GradSyncError, RuntimeError, OSError) as error:
         say(f"{error}. This rank is observed alone: stats() tells of it, without a trace and without comparison")
         return Observer(ddp, entries, guard, None)
 
 
 def observe_all_or_none(ddp: DistributedDataParallel) -> None:
-    """With the trace of GRADSYNC_TRACE, or not at all."""
-    folder, guard, entries = _look_at(ddp, None, None)
-    together(ddp, folder, guard, entries, _UNASKED_S)  # the model's hooks keep it alive
+    """Observe with the trace of GRADSYNC_TRACE, or not at all."""
+    folder, guard, entries = _check_arguments(ddp, None, None)
+    observe_together(ddp, folder, guard, entries, _UNASKED_S)  # the model's hooks keep it alive
 
 
-def together(
+def observe_together(
     ddp: DistributedDataParallel, folder: Path | None, guard: Guard, entries: list[Entry], patience_s: float
 ) -> Observer:
     """An observer that hears of the other ranks; raises if not all of them come."""
@@ -100,7 +114,7 @@ def together(
     return observer
 
 
-def _look_at(
+def _check_arguments(
     ddp: DistributedDataParallel, trace: str | os.PathLike[str] | None, guard: Guard | None
 ) -> tuple[Path | None, Guard, list[Entry]]:
     if not isinstance(ddp, DistributedDataParallel):
@@ -133,3 +147,37 @@ def _entries_of(ddp: DistributedDataParallel) -> list[Entry]:
     if not entries:
         raise ValueError("there is nothing to observe: this DistributedDataParallel averages no parameter")
     return entries
+
+
+_POLL_S = 0.01
+_HERE, _ABSENT, _NOBODY = "here", "absent", "nobody"
+
+
+def absent(parent: dist.ProcessGroup, what: str, patience_s: float) -> list[int]:
+    """The ranks of `parent` that did not come to observe `what`: the same on all that did.
+
+    Each look is a short question: a wait inside the store would hold other threads that ask it something.
+    """
+    ranks, me = dist.get_process_group_ranks(parent), dist.get_rank()
+    missing = [rank for rank in ranks if rank != me]
+    if not missing:
+        return []
+    store = _open_round(ranks, me, what)
+    store.set(f"{_HERE}-{me}", "1")
+    bound = Awake(patience_s)
+    while missing := [rank for rank in missing if not store.check([f"{_HERE}-{rank}"])]:
+        if bound.over() or store.check([_ABSENT]):
+            break
+        time.sleep(_POLL_S)
+    found = store.compare_set(_ABSENT, "", " ".join(map(str, missing)) or _NOBODY).decode()
+    return [] if found == _NOBODY else [int(rank) for rank in found.split()]
+
+
+def _open_round(ranks: list[int], me: int, what: str) -> Store:
+    """The part of the store for the first round on which nothing is written yet."""
+    home = f"gradsync/observe/{hashlib.sha256(repr((ranks, what)).encode()).hexdigest()[:16]}"
+    store = dist.distributed_c10d._get_default_store()
+    while True:
+        part = PrefixStore(f"{home}/{store.add(f'{home}/round-of-{me}', 1)}", store)
+        if not part.check([_ABSENT]):
+            return part

@@ -38,20 +38,20 @@ def say(text: str) -> None:
         sys.stderr.write(f"gradsync: {text}\n")
 
 
-class Checks:
+class ObserverChecks:
     """The headers under way, and what was found."""
 
     def __init__(self, lane: Lane, entries: list[Entry], guard: Guard) -> None:
         self.health_log = HealthLog(guard.max_skips)
         self._paused = False
-        self.looks = guard.nonfinite != "allow"  # whether it wants to see every gradient
+        self.counts_nonfinite = guard.nonfinite != "allow"  # whether it wants to see every gradient
         self._lane = lane
         self._entries = entries
         self._names = [entry.name for entry in entries]
-        self._on = lane.groups.size > 1 and (guard.drift != "off" or self.looks)
+        self._on = lane.groups.size > 1 and (guard.drift != "off" or self.counts_nonfinite)
         self._seen: list[Optimizer] = []
         self._optimizers: list[Optimizer] = []
-        self._watch = DriftMonitor(entries, self._optimizers, None, guard, self.health_log, lane.groups.size)
+        self._drift_monitor = DriftMonitor(entries, self._optimizers, None, guard, self.health_log, lane.groups.size)
         self._under_way: deque[tuple[int, Pending, torch.Tensor]] = deque()
         self._num_bad: list[tuple[int, torch.Tensor]] = []  # of each gradient, perhaps still counted on a device
         self._step = 0  # announced so far: the lane's steps differ between ranks after join()
@@ -60,7 +60,7 @@ class Checks:
         """Whether ranks may be out of data: then nothing is compared."""
         self._paused = paused
 
-    def know(self, optimizer: Optimizer) -> None:
+    def add_optimizer(self, optimizer: Optimizer) -> None:
         """This one steps the model: its state is compared too.
 
         If it steps all of it: one that has only a part (of ZeroRedundancyOptimizer, say) may have another elsewhere.
@@ -72,15 +72,15 @@ class Checks:
         if all(id(entry.param) in stepped for entry in self._entries if entry.param.requires_grad):
             self._optimizers.append(optimizer)
 
-    def look_at(self, entry: Entry, grad: torch.Tensor | None) -> None:
-        """Before it is averaged: how many NaN are in it? Nobody waits for the answer here."""
+    def count_nonfinite(self, entry: Entry, grad: torch.Tensor | None) -> None:
+        """Count NaN and Inf in a gradient before it is averaged. Nobody waits for the answer here."""
         if grad is not None:
             values = grad.detach()._values() if grad.is_sparse else grad.detach()
             self._num_bad.append((entry.index, values.isfinite().logical_not_().sum()))
 
     def replaced(self) -> None:
         """Entries have other parameters from now on."""
-        self._watch.replaced()
+        self._drift_monitor.replaced()
 
     def announce(self) -> None:
         """This rank's gradients are computed, and parameters at rest."""
@@ -91,7 +91,7 @@ class Checks:
             self._lane.wait(
                 self._under_way[-1][1], _PATIENCE_S
             )  # boards hold one: who sends the next has read the last
-        replica_digest, loss_scale = self._watch.announce()
+        replica_digest, loss_scale = self._drift_monitor.announce()
         index, count = found
         head = Head(
             self._step,
@@ -108,7 +108,7 @@ class Checks:
         )
         pending, rows = launch_header(self._lane, head, bytearray(len(self._entries)))
         self._under_way.append((self._lane.step, pending, rows))
-        self._watch.take(self._step)
+        self._drift_monitor.take(self._step)
         self._step += 1
 
     def hear(self) -> None:
@@ -118,7 +118,7 @@ class Checks:
 
     def stop(self) -> None:
         """Compare nothing any more."""
-        self._on = self.looks = False
+        self._on = self.counts_nonfinite = False
 
     def goodbye(self) -> bool:
         """Wait until every rank is here; False if one is not coming."""
@@ -146,4 +146,4 @@ class Checks:
         if found is not None:
             self.health_log.tell(step, "nonfinite", found.text, found.ranks, found.parameter, found.num_elements)
             say(f"{self._lane.place()} in step {step} {found.text}")
-        return self._watch.hear(headers, self._lane)
+        return self._drift_monitor.hear(headers, self._lane)

@@ -1,4 +1,4 @@
-"""Who looks on while DistributedDataParallel works.
+"""The observer of a DistributedDataParallel model at work.
 
     backward      │ g g g │ g g g │ g g g │ end                │ DDP copies the averages to .grad
     DDP's group   │       │ ──────────────│ ────────── │       │
@@ -34,14 +34,14 @@ from gradsync.engine.bucket import Entry
 from gradsync.engine.hooks import Hooks, queue_callback, take_off, weakly
 from gradsync.engine.trace_step import Tracing
 from gradsync.errors import Disagreement
-from gradsync.integrations.bucket_departures import Departures
-from gradsync.integrations.observe_checks import Checks, say
-from gradsync.integrations.replaced_parameters import account, renew
+from gradsync.integrations.bucket_launches import BucketLaunches
+from gradsync.integrations.observe_checks import ObserverChecks, say
+from gradsync.integrations.replaced_parameters import describe_replaced, follow_parameters
 from gradsync.plan.guard import Guard
 from gradsync.trace import Recorder
 from gradsync.trace.lines import BucketLayout, Health
 from gradsync.trace.timers import Moment
-from gradsync.trace.tracer import BucketTrip
+from gradsync.trace.tracer import BucketMoments
 from gradsync.transport.lane import Lane
 from gradsync.transport.session import Position
 
@@ -50,7 +50,7 @@ P = ParamSpec("P")
 
 
 def _harmless(method: Callable[Concatenate[Observer, P], None]) -> Callable[Concatenate[Observer, P], None]:
-    """What it raises ends the observer, not the training: see [Nothing of DDP is touched]."""
+    """Let what a method raises end the observer, not the training: see [Nothing of DDP is touched]."""
 
     @functools.wraps(method)
     def call(self: Observer, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -73,13 +73,13 @@ class Observer:
         """Without a lane it knows nothing of other ranks, and tells only what the steps cost this one."""
         self._ddp = weakref.ref(ddp)  # its hooks hold us
         self._lane = lane
-        self._checks = None if lane is None else Checks(lane, entries, guard)
+        self._checks = None if lane is None else ObserverChecks(lane, entries, guard)
         self._strict = guard.drift in ("repair", "raise")  # the user wants to be stopped
         self._entries = entries
         self._indices = {id(entry.param): entry.index for entry in entries}
         self._recorder = Recorder()
         self._tracing: Tracing | None = None
-        self._departures = Departures(entries, self._left)
+        self._launches = BucketLaunches(entries, self._launched)
         backend = dist.get_backend(ddp.process_group)
         self._on_device = entries[0].param.is_cuda and backend == "nccl"
         self._uses_sockets = backend == "gloo"
@@ -99,10 +99,10 @@ class Observer:
         weakref.finalize(ddp, take_off, self._hooks.handles, self._optimizer_hooks).atexit = False
 
     def _begin_step(self) -> None:
-        self._trips: list[BucketTrip] = []
-        self._first_left: float | None = None  # by the host's clock
+        self._buckets: list[BucketMoments] = []
+        self._first_launch: float | None = None  # by the host's clock
         self._computed_at: Moment | None = None
-        self._departures.begin()
+        self._launches.begin()
 
     def trace(self, tracing: Tracing) -> None:
         """Write down every moment from now on."""
@@ -114,7 +114,7 @@ class Observer:
     # What a user asks
 
     def data(self, batches: Iterable[T]) -> Iterator[T]:
-        """The same batches; with a trace, the time that each takes to come is known exactly as the step's input."""
+        """These batches; with a trace, the time that each takes to come is known exactly as the step's input."""
         return iter(batches) if self._tracing is None else self._tracing.tracer.data(batches)
 
     def stats(self) -> dict[str, float | int | str | None]:
@@ -140,7 +140,7 @@ class Observer:
     def before_forward(self) -> None:
         self._in_backward = False  # a backward that raised did not end
         if any(entry.owner.get(entry.key) is not entry.param for entry in self._entries):
-            self._renew()
+            self._follow_replaced()
         if self._tracing is not None:
             self._tracing.border()
             self._tracing.forward_begins()
@@ -153,7 +153,7 @@ class Observer:
         ddp = self._ddp()
         self._synchronizes = ddp is not None and ddp.require_backward_grad_sync
         if ddp is not None and self._synchronizes:
-            self._look_at(ddp)
+            self._read_ddp(ddp)
         if self._tracing is not None:
             self._tracing.backward_begins()
         queue_callback(self._computed)
@@ -166,9 +166,9 @@ class Observer:
         if self._tracing is not None and self._tracing.tracer.each_gradient:
             self._tracing.tracer.arrived(entry.index)
         if self._synchronizes:
-            if self._checks is not None and self._checks.looks:
-                self._checks.look_at(entry, param.grad)
-            self._departures.arrived(entry.index)
+            if self._checks is not None and self._checks.counts_nonfinite:
+                self._checks.count_nonfinite(entry, param.grad)
+            self._launches.arrived(entry.index)
 
     # Optimizers are heard of by hooks on all of them, `_before_step` and `_after_step`: these are not called.
 
@@ -180,14 +180,14 @@ class Observer:
 
     @_harmless
     def _computed(self) -> None:
-        """See [Two callbacks]."""
+        """This rank has computed all of its gradients: see [Two callbacks]."""
         self._in_backward = False
         if not self._fired:  # torch.autograd.grad: no gradient was accumulated
             return
         if self._tracing is not None:
             self._tracing.backward_ends()
         if self._synchronizes:
-            self._departures.finish()
+            self._launches.finish()
             if not self._late:
                 self._announce()
             self._recorder.start_waiting(self._on_device)
@@ -198,26 +198,27 @@ class Observer:
     def _averaged(self) -> None:
         self._finish_record()
         if self._tracing is not None:
-            self._tracing.write_layout(BucketLayout(self._position.step, self._departures.layout))
-            self._tracing.over(self._position.step, self._trips)
+            self._tracing.write_layout(BucketLayout(self._position.step, self._launches.layout))
+            self._tracing.over(self._position.step, self._buckets)
         if self._late:
             self._announce()
         self._position.next_step()
         self._begin_step()
-        self._compare(Checks.hear)
+        self._compare(ObserverChecks.hear)
 
     def _finish_record(self) -> None:
-        known = self._first_left is not None and not self._on_device  # NCCL's own streams are not timed
-        spans = [(self._first_left or 0.0, time.perf_counter())] if known else []
-        nbytes = 0 if self._late else sum(trip.nbytes for trip in self._trips)  # what a user's hook sends, it knows
-        self._recorder.finish_step(self._position.step, spans, nbytes, len(self._trips), None, self._sent(nbytes))
+        known = self._first_launch is not None and not self._on_device  # NCCL's own streams are not timed
+        spans = [(self._first_launch or 0.0, time.perf_counter())] if known else []
+        nbytes = 0 if self._late else sum(each.nbytes for each in self._buckets)  # what a user's hook sends, it knows
+        self._recorder.finish_step(self._position.step, spans, nbytes, len(self._buckets), None, self._sent(nbytes))
         if self._tracing is not None:
             averaged_at = self._tracing.tracer.detail()
-            for trip in self._trips:
-                trip.waited(self._computed_at, averaged_at)
+            for bucket in self._buckets:
+                bucket.wait_begins(self._computed_at)
+                bucket.wait_ends(averaged_at)
 
     def _sent(self, nbytes: int) -> int:
-        """On a network: what a ring sends, which is how gloo and NCCL sum large buckets; NCCL needs none in a host."""
+        """Bytes on a network: what a ring sends, as gloo and NCCL sum large buckets; NCCL needs none in a host."""
         if not self._uses_sockets and (self._lane is None or self._lane.one_host):
             return 0
         return round(2 * (self._size - 1) / self._size * nbytes)
@@ -226,7 +227,7 @@ class Observer:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_ours(optimizer):
             if self._checks is not None:
-                self._checks.know(optimizer)
+                self._checks.add_optimizer(optimizer)
             if self._tracing is not None:
                 self._tracing.optimizer_begins()
 
@@ -241,7 +242,7 @@ class Observer:
 
     # What DDP is about to do
 
-    def _look_at(self, ddp: DistributedDataParallel) -> None:
+    def _read_ddp(self, ddp: DistributedDataParallel) -> None:
         if ddp._delay_all_reduce_all_params:  # it has neither buckets nor hooks
             return
         if self._checks is not None:
@@ -249,25 +250,25 @@ class Observer:
             self._checks.pause(ddp._join_config.enable)
         # A hook of the user's may write parameters until backward has ended.
         self._late = ddp.mixed_precision is not None or bool(ddp._comm_hooks)
-        departures = self._departures
-        if not departures.layout or (ddp._has_rebuilt_buckets and not departures.settled):
-            departures.read(ddp._get_ddp_logging_data())
+        launches = self._launches
+        if not launches.layout or (ddp._has_rebuilt_buckets and not launches.settled):
+            launches.read(ddp._get_ddp_logging_data())
 
-    def _left(self, bucket: int) -> None:
-        if self._first_left is None:
-            self._first_left = time.perf_counter()
-        trip = BucketTrip(bucket, self._departures.layout[bucket].nbytes)
-        self._trips.append(trip)
+    def _launched(self, bucket: int) -> None:
+        if self._first_launch is None:
+            self._first_launch = time.perf_counter()
+        moments = BucketMoments(bucket, self._launches.layout[bucket].nbytes)
+        self._buckets.append(moments)
         if self._tracing is not None:
-            trip.ready = trip.launched = self._tracing.tracer.detail()
+            moments.ready = moments.launched = self._tracing.tracer.detail()
             self._tracing.tracer.left(bucket)
 
     # Between the ranks
 
     def _announce(self) -> None:
-        self._compare(Checks.announce)
+        self._compare(ObserverChecks.announce)
 
-    def _compare(self, do: Callable[[Checks], None]) -> None:
+    def _compare(self, do: Callable[[ObserverChecks], None]) -> None:
         if self._checks is None:
             return
         try:
@@ -278,17 +279,17 @@ class Observer:
                 raise
             say(f"replicas are no longer compared, and training goes on: {error}")
 
-    def _renew(self) -> None:
+    def _follow_replaced(self) -> None:
         """Parameters were replaced, or moved."""
         ddp = self._ddp()
-        replaced = [] if ddp is None else renew(self._entries, ddp.module)
+        replaced = [] if ddp is None else follow_parameters(self._entries, ddp.module)
         self._indices = {id(entry.param): entry.index for entry in self._entries}
         if not replaced:
             return
         self._hooks.listen_anew(replaced)
         if self._checks is not None:
             self._checks.replaced()
-        text = account(replaced)
+        text = describe_replaced(replaced)
         if self._tracing is not None:
             self._tracing.tracer.health(
                 Health(self._position.step, "replaced", [dist.get_rank()], replaced[0].name, None, text)

@@ -13,7 +13,7 @@ from gradsync.engine.jit_modules import parameters_of
 _SHOWN = 3
 
 
-def renew(entries: Iterable[Entry], model: torch.nn.Module) -> list[Entry]:
+def follow_parameters(entries: Iterable[Entry], model: torch.nn.Module) -> list[Entry]:
     """Have the entries hold what the model holds now; returns those whose parameter was replaced.
 
     One that only moved (as parametrizations move it) is followed. Where nothing alike stands in its place, the entry
@@ -28,17 +28,17 @@ def renew(entries: Iterable[Entry], model: torch.nn.Module) -> list[Entry]:
         if found is entry.param:
             continue
         if id(entry.param) in homes:
-            entry.owner, entry.key = homes[id(entry.param)]
+            entry.follow(*homes[id(entry.param)])
             continue
         replaced.append(entry)
         if isinstance(found, torch.nn.Parameter) and _form(found) == _form(entry.param):
-            entry.param = found
+            entry.replace_param(found)
         else:
-            entry.owner = {entry.key: entry.param}
+            entry.follow({entry.key: entry.param}, entry.key)
     return replaced
 
 
-def account(replaced: list[Entry]) -> str:
+def describe_replaced(replaced: list[Entry]) -> str:
     """What that means, as a sentence."""
     names = [entry.name for entry in replaced]
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

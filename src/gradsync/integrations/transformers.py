@@ -26,7 +26,7 @@ from gradsync.integrations.without_ddp import attach_prepared, check, refuse_wra
 from gradsync.plan.auto import Auto
 from gradsync.plan.guard import Guard
 from gradsync.plan.paces import Accumulate, EveryStep
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments

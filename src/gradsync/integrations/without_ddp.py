@@ -30,7 +30,7 @@ from gradsync.launch.init import init
 from gradsync.plan.auto import Auto
 from gradsync.plan.guard import Guard
 from gradsync.plan.paces import Accumulate, Delayed
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 
 _SERVED = ("NO", "MULTI_CPU", "MULTI_GPU")
 

@@ -49,7 +49,7 @@ def decode_kernel(
 def _sum(
     payloads, num_payloads, stride, head, body, length, METHOD: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """In order, from the first on: adding it to zero would turn −0 into 0."""
+    """The codes added in order, from the first on: adding it to zero would turn −0 into 0."""
     total = _decoded(payloads, head, body, length, METHOD, WIDTH, WHOLE)
     for i in range(1, num_payloads):
         total += _decoded(payloads + tl.cast(i, tl.int64) * stride, head, body, length, METHOD, WIDTH, WHOLE)

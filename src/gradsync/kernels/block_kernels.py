@@ -4,7 +4,7 @@
     blocks     │ 0 │ 1 │ 2 │ 3 (short)│ 4 │ 5 (short)│ 6 │      no block crosses a parameter's border
     payload    │ heads of all blocks │ bodies of all blocks │   per part of the table, see `BlockTable`
 
-On the CPU the C library does it, on a GPU Triton does; `block_codes` is what both compute, in torch, and what
+On the CPU the C library does it, on a GPU Triton does; `block_torch` is what both compute, in torch, and what
 serves where neither is at hand. All three give the same bits.
 
 Note [Codes]

@@ -37,7 +37,7 @@ DECODING = {"enable_fp_fusion": False, "maxnreg": 64}
 
 
 def num_warps(width: int) -> int:
-    """For a tile with rows of so many elements: one warp if it can be, which then reduces without barriers."""
+    """The warps for a tile with rows of so many elements: one if it can be, which then reduces without barriers."""
     return min(max(1, width // ELEMENTS_PER_WARP), _MAX_WARPS)
 
 
@@ -65,7 +65,7 @@ def order(length, METHOD: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr
 
 @triton.jit
 def num_columns(length, METHOD: tl.constexpr):
-    """Of a body, which fills pieces of 16 bytes: bytes, or words where it is signs."""
+    """The columns of a body, which fills pieces of 16 bytes: bytes, or words where it is signs."""
     if METHOD == SIGN:
         number = (length + 127) // 128 * 4
     else:

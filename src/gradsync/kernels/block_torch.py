@@ -1,4 +1,4 @@
-"""What the kernels of block codes compute, in torch on any device: see Note [Codes] in `blocks`."""
+"""What the kernels of block codes compute, in torch on any device: see Note [Codes] in `block_kernels`."""
 
 from __future__ import annotations
 

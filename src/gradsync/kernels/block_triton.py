@@ -1,10 +1,10 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Block codes on a GPU, in one pass each way: see Note [Codes] in `blocks`.
+"""Block codes on a GPU, in one pass each way: see Note [Codes] in `block_kernels`.
 
     a program    ROWS blocks as the rows of a tile [ROWS, WIDTH], one warp for 1024 elements: all in registers
     an element   is read once and its residual written once; a block's largest is a reduction inside a warp
 
-What keeps the bits equal to those of `block_codes` is in `block_tiles_triton`, Note [Same bits].
+What keeps the bits equal to those of `block_torch` is in `block_tiles_triton`, Note [Same bits].
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def encode(
     mode: Mode,
     key: int,
 ) -> None:
-    """Write every block's code into `payload`, and what it loses into `residual`; see `blocks.encode`."""
+    """Write every block's code into `payload`, and what it loses into `residual`; see `block_kernels.encode`."""
     left = flat if residual is None else residual  # what is no residual is not touched
     if code.method == Method.TOPK:
         topk_triton.encode(code.block, flat, left, table, payload, mode)
@@ -68,7 +68,7 @@ def encode(
 
 
 def decode(code: Code, payloads: torch.Tensor, table: BlockTable, flat: torch.Tensor) -> None:
-    """Set every block of `flat` to the sum of its codes in the rows of `payloads`; see `blocks.decode`."""
+    """Set every block of `flat` to the sum of its codes in the rows of `payloads`; see `block_kernels.decode`."""
     if code.method == Method.TOPK:
         topk_triton.decode(code.block, payloads, table, flat)
         return

@@ -31,7 +31,7 @@ _AT_ONCE = 1 << 21  # words: what the reference needs beside them is three times
 
 
 def digest(tensor: torch.Tensor) -> int:
-    """Of a tensor of any dtype; of one on a GPU this waits.
+    """The digest of a tensor of any dtype; this waits for one on a GPU.
 
     >>> a = torch.tensor([1.0, 2.0, 3.0])
     >>> digest(a) == digest(a.clone()), digest(a) == digest(a.flip(0)), digest(a) == digest(-a)
@@ -45,14 +45,14 @@ def digest(tensor: torch.Tensor) -> int:
 
 
 def launch(tensor: torch.Tensor) -> torch.Tensor:
-    """The same as an int64 tensor of no dimension on the tensor's device, without waiting for it."""
+    """The digest as an int64 tensor of no dimension on the tensor's device, without waiting for it."""
     if tensor.is_cuda and find_spec("triton"):
         return import_module("gradsync.kernels.digest_triton").launch(words_of(tensor), _nbytes(tensor))
     return reference(tensor)
 
 
 def reference(tensor: torch.Tensor) -> torch.Tensor:
-    """See [Digest]; in parts, so that little memory is needed."""
+    """The digest in torch, as [Digest] says; in parts, so that little memory is needed."""
     words = words_of(tensor)
     total = torch.full((), _nbytes(tensor), dtype=torch.int64, device=tensor.device)
     for start in range(0, len(words), _AT_ONCE):
@@ -79,7 +79,7 @@ def joined(digests: list[int]) -> int:
 
 
 def words_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes as int64; a copy where they do not lie as they must."""
+    """A tensor's bytes as int64; a copy where they do not lie as they must."""
     raw = tensor.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
     if short := -raw.numel() % WORD_NBYTES:
         raw = torch.cat([raw, raw.new_zeros(short)])

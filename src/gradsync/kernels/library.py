@@ -42,7 +42,7 @@ class OpKind(IntEnum):
 
 
 class Progress(IntEnum):
-    """How far it came."""
+    """How far an operation came."""
 
     DONE = 0
     PENDING = 1

@@ -128,7 +128,7 @@ def _call(function: Callable[..., int], tensors: Iterable[torch.Tensor], *sizes:
 
 
 def _products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """One after the other, each of operands that begin on a border: see [Same bits]."""
+    """The products of pairs of matrices, each made of operands that begin on a border: see [Same bits]."""
     return torch.stack([torch.mm(_on_border(a), _on_border(b)) for a, b in zip(left, right, strict=True)])
 
 
@@ -137,11 +137,11 @@ def _on_border(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _length(columns: torch.Tensor) -> torch.Tensor:
-    """NaN where it is not finite: a column divided by infinity would pass for one that vanished."""
+    """Each column's length; NaN where not finite: a column divided by infinity would pass for one that vanished."""
     length = (columns * columns).sum(-1, keepdim=True).sqrt()
     return length.masked_fill(length.isinf(), torch.nan)
 
 
 def _triton() -> ModuleType:
-    """Imported late: Triton comes with the torch of a GPU only."""
+    """The module for GPUs, imported late: Triton comes with the torch of a GPU only."""
     return import_module("gradsync.kernels.powersgd_triton")

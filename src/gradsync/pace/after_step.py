@@ -7,8 +7,8 @@ from abc import abstractmethod
 from torch.optim import Optimizer
 
 from gradsync.agreement.header import Flag
-from gradsync.pace.contract import Due, Pace, Site
-from gradsync.pace.trained_parameters import Trained
+from gradsync.pace.contract import Due, Pace, PaceContext
+from gradsync.pace.trained_parameters import TrainedParameters
 
 
 class AfterStep(Pace):
@@ -16,11 +16,11 @@ class AfterStep(Pace):
 
     replicas_differ = True
 
-    def __init__(self, site: Site) -> None:
-        self._site = site
-        self._trained = Trained(site)
+    def __init__(self, context: PaceContext) -> None:
+        self._context = context
+        self._trained = TrainedParameters(context)
         self._clock = 0  # backwards
-        self._due = Due(site.optimizers)
+        self._due = Due(context.optimizers)
 
     @abstractmethod
     def _is_time(self) -> bool:
@@ -35,7 +35,7 @@ class AfterStep(Pace):
             self._act()
 
     def before_backward(self) -> None:
-        self._due.check_done(self._site.lane)
+        self._due.check_done(self._context.lane)
         self._trained.check()
 
     def after_backward(self, count: int, aborted: Flag) -> bool:

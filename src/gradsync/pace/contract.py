@@ -7,9 +7,7 @@
 Note [The clock]
     Counts backwards, not calls of `optimizer.step()`: a GradScaler that finds an infinity calls none, on this rank
     only, and ranks would lose count. So what is due after a step happens after it if there is one, and otherwise
-    before the next forward.
-
-When something is due that belongs after a step: see [The clock] in `contract`.
+    before the next forward. `Due` says whether something is.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ from gradsync.agreement.header import Call, Flag, Headers
 from gradsync.agreement.outcome import HealthLog
 from gradsync.errors import GradSyncError
 from gradsync.exchange.choose_route import ExactSum
+from gradsync.exchange.flat_sets import FlatSet
 from gradsync.exchange.sender import Sender
 from gradsync.plan.guard import Guard
 from gradsync.trace import Recorder
@@ -35,7 +34,7 @@ State = dict[str, torch.Tensor]
 Stats = dict[str, float | int | str | None]
 
 
-class Travellers(Protocol):
+class BufferBroadcast(Protocol):
     """The model's buffers, which go from one rank to all with every synchronization."""
 
     def tensors(self) -> list[torch.Tensor]: ...
@@ -51,7 +50,7 @@ class DriftCheck(Protocol):
     def hear(self, headers: Headers, lane: Lane) -> Callable[[], None]: ...
 
 
-class Site(NamedTuple):
+class PaceContext(NamedTuple):
     """What a pace works on; the same on every rank."""
 
     lane: Lane
@@ -59,14 +58,18 @@ class Site(NamedTuple):
     sender: Sender
     parameters: Sequence[tuple[str, torch.nn.Parameter]]
     optimizers: Sequence[Optimizer]
-    buffers: Travellers
+    buffers: BufferBroadcast
     guard: Guard
     bucket_bytes: int | None
     num_marks: int  # parameters that the header counts
     indices: count[int]  # for flat buckets
     recorder: Recorder
     health_log: HealthLog
-    watch: DriftCheck
+    drift_check: DriftCheck
+
+    def flat_set(self, named: Sequence[tuple[str, torch.Tensor]], num_flat_parts: int = 1) -> FlatSet:
+        """Flat memory for these tensors, of the forms that travel; every rank calls this at once."""
+        return FlatSet(named, self.exact, self.sender, self.indices, self.bucket_bytes, num_flat_parts)
 
 
 class SavedPace(NamedTuple):
@@ -76,7 +79,17 @@ class SavedPace(NamedTuple):
     own: State
 
 
-class Held(NamedTuple):
+def numbers_in_state(prefix: str, **numbers: int) -> State:
+    """Whole numbers as a state keeps them."""
+    return {f"{prefix}.{key}": torch.tensor(number, device="cpu") for key, number in numbers.items()}
+
+
+def below(state: State, prefix: str) -> State:
+    """What a state keeps under a prefix, without it."""
+    return {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
+
+
+class OpenWindow(NamedTuple):
     """Gradients of an open window, out of sight."""
 
     backwards: int  # since it began
@@ -157,15 +170,15 @@ class Pace(ABC):
         """How many micro-batches the window holds now, the last one perhaps begun only."""
         return 1
 
-    def held(self) -> Held:
+    def open_window(self) -> OpenWindow:
         """What a window in the middle must not lose over a checkpoint; kept apart, for a saver may leave it out."""
-        return Held(0, {})
+        return OpenWindow(0, {})
 
     def has_room_for(self, backwards: int) -> bool:
         """Whether a window of this pace is still open after so many."""
         return backwards == 0
 
-    def hold(self, held: Held) -> None:  # noqa: B027
+    def resume_window(self, window: OpenWindow) -> None:  # noqa: B027
         """Go on in that window."""
 
     def rescale(self, ratio: torch.Tensor) -> None:  # noqa: B027

@@ -1,12 +1,11 @@
 """Delayed averages: gradients travel during the next k steps, and each step applies the average of k steps ago.
 
     backward       0    1    2    3    4    (k = 2)
-    departs        g0   g1   g2   g3   g4
+    launched       g0   g1   g2   g3   g4
     .grad after    —    —    ḡ0   ḡ1   ḡ2       then drain(): ḡ3, drain(): ḡ4
 
 Every rank applies the same averages in the same order, so replicas stay identical. A flat set of k + 1 parts
-carries
-them: k are under way or wait, and the one whose average stands in `.grad` is filled next.
+carries them: k are under way or wait, and the one whose average stands in `.grad` is filled next.
 
     part of g5 = part of ḡ2: what `zero_grad(set_to_none=False)` left in `.grad` lies where it will travel
 
@@ -18,11 +17,19 @@ Note [A backward that raised]
 Note [Buffers are not delayed]
     They are rank 0's after every step, as in `every_step`, so a model with buffers waits for rank 0's backward: an old
     running mean must not replace a new one. With buffers="none" nothing waits.
+
+Note [Another loss scale]
+    What a GradScaler multiplies losses by may change until an average is applied.
+
+    backward t       .grad = g · s          s: the scale of then
+    step t + k       .grad = g · s · s'/s   s': the scale of now, by which `unscale_` divides
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
+from types import FrameType
 
 import torch
 from torch.amp import GradScaler
@@ -30,36 +37,75 @@ from torch.optim import Optimizer
 
 from gradsync.agreement.header import Call, Flag, Mark
 from gradsync.errors import GradSyncError, NonFinite
-from gradsync.exchange.flat_sets import FlatPart, FlatSet
+from gradsync.exchange.flat_sets import FlatPart
 from gradsync.exchange.means import mean_scale
-from gradsync.pace.averages import Average, depart
-from gradsync.pace.contract import Due, Pace, SavedPace, Site, State, Stats
-from gradsync.pace.loss_scale import Scaling
+from gradsync.pace.averages import Average, launch_mean
+from gradsync.pace.contract import Due, Pace, PaceContext, SavedPace, Stats, below, numbers_in_state
 from gradsync.plan.paces import Delayed
-from gradsync.plan.plan import Combine
+from gradsync.plan.sync_plan import Combine
+from gradsync.transport.lane import Lane
+
+
+class LossScale:
+    """The scaler that `attach` was told of, or none."""
+
+    def __init__(self, scaler: GradScaler | None) -> None:
+        self._scaler = scaler
+
+    @property
+    def in_use(self) -> bool:
+        return self._scaler is not None and self._scaler.is_enabled()
+
+    def now(self) -> float:
+        """The scale of a gradient that is made now; without a scaler 1."""
+        return 1.0 if self._scaler is None else float(self._scaler.get_scale())
+
+    def check_caller(self, lane: Lane) -> None:
+        """Inside of an `optimizer.step()` that applies gradients: ours must be the scaler that calls it."""
+        caller = _calling_scaler()
+        if caller is None and self.in_use:
+            raise GradSyncError(
+                f"{lane.place()} optimizer.step() was called without the GradScaler that attach was given, so it would "
+                "apply gradients multiplied by its scale: call scaler.step(optimizer) and scaler.update(), also after "
+                "sync.drain()"
+            )
+        if caller is not None and caller is not self._scaler and caller.is_enabled():
+            known = "knows of none" if self._scaler is None else "was given another one"
+            raise GradSyncError(
+                f"{lane.place()} a GradScaler steps the optimizer and gradsync {known}: delayed(k) applies gradients "
+                "later than they were made, when the scale may have changed. Pass it, gs.attach(model, optimizer, "
+                "plan, scaler=scaler)"
+            )
+
+
+def _calling_scaler() -> GradScaler | None:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "step" and isinstance(scaler := frame.f_locals.get("self"), GradScaler):
+            return scaler
+        frame = frame.f_back
+    return None
 
 
 class DelayedPace(Pace):
     """`delayed(k)` at work."""
 
-    def __init__(self, pace: Delayed, site: Site, combine: Combine, scaler: GradScaler | None) -> None:
+    def __init__(self, pace: Delayed, context: PaceContext, combine: Combine, scaler: GradScaler | None) -> None:
         """Every rank makes it at once."""
         self._delay = pace.k
-        self._site = site
-        self._params = [param for _, param in site.parameters]
-        self._share = mean_scale(site.lane.groups.size, combine)
-        self._scaling = Scaling(scaler)
-        self._flat_set = FlatSet(
-            site.parameters, site.exact, site.sender, site.indices, site.bucket_bytes, num_flat_parts=pace.k + 1
-        )
-        site.lane.tell_several_at_once()  # k headers are under way
+        self._context = context
+        self._params = [param for _, param in context.parameters]
+        self._mean_scale = mean_scale(context.lane.groups.size, combine)
+        self._loss_scale = LossScale(scaler)
+        self._flat_set = context.flat_set(context.parameters, num_flat_parts=pace.k + 1)
+        context.lane.tell_several_at_once()  # k headers are under way
         self._averages: deque[Average] = deque()  # to be applied, oldest first
         self._clock = 0  # backwards, and averages that drain() handed out
-        self._begun = self._begun_before = False  # whether gradients are there that have not departed
+        self._has_gradients = self._had_gradients = False  # whether gradients are there that were not launched
         self._filling = False  # nothing was due after the last backward
-        self._owed = Due(site.optimizers)  # see [A backward that raised]
-        self._num_steps = -1  # since the last departure; -1: a rank may rightly have left one out
-        self._handed: list[torch.Tensor | None] = []  # the average of that step
+        self._missed_step = Due(context.optimizers)  # see [A backward that raised]
+        self._num_steps = -1  # since the last launch; -1: a rank may rightly have left one out
+        self._delivered: list[torch.Tensor | None] = []  # the average of that step
 
     # The way of a step
 
@@ -68,104 +114,104 @@ class DelayedPace(Pace):
         return self._filling
 
     def before_forward(self) -> None:
-        if not self._owed:
+        if not self._missed_step:
             return
-        if self._scaling.in_use:
+        if self._loss_scale.in_use:
             raise GradSyncError(
-                f"{self._site.lane.place()} a backward raised, and no step came after it, but the other ranks have "
+                f"{self._context.lane.place()} a backward raised, and no step came after it, but the other ranks have "
                 "applied the average that was due: with a GradScaler call scaler.step(optimizer) and scaler.update() "
                 "after a backward that raised too"
             )
-        self._hand_out_again()
-        for optimizer in self._site.optimizers:
-            if self._owed.waits_for(optimizer):
+        self._deliver_again()
+        for optimizer in self._context.optimizers:
+            if self._missed_step.waits_for(optimizer):
                 optimizer.step()
-        self._take_away()
+        self._clear_gradients()
 
     def before_backward(self) -> None:
-        self._begun_before, self._begun = self._begun, True
+        self._had_gradients, self._has_gradients = self._has_gradients, True
 
     def put_away(self) -> None:
-        self._begun = self._begun_before
+        self._has_gradients = self._had_gradients
 
     def after_backward(self, count: int, aborted: Flag) -> bool:
-        self._site.buffers.launch(self._site.lane, 0)
-        self._depart(aborted)
+        self._context.buffers.launch(self._context.lane, 0)
+        self._launch(aborted)
         self._clock += count
         self._filling, self.dropped = len(self._averages) <= self._delay, False
         if not self._filling:
-            self._averages[0].land(self._site)
-        self._site.buffers.finish(self._site.lane)
-        applies = not self._filling and self._hand_out()
+            self._averages[0].wait(self._context)
+        self._context.buffers.finish(self._context.lane)
+        applies = not self._filling and self._deliver()
         self._num_steps = 0 if applies and not aborted else -1
         if applies and aborted:
-            self._owed.set()
-            self._handed = [None if param.grad is None else param.grad.clone() for param in self._params]
+            self._missed_step.set()
+            self._delivered = [None if param.grad is None else param.grad.clone() for param in self._params]
         return False
 
     def before_step(self, optimizer: Optimizer) -> None:
         if any(param.grad is not None for param in self._params):
-            self._scaling.check_caller(self._site.lane)
+            self._loss_scale.check_caller(self._context.lane)
 
     def after_step(self, optimizer: Optimizer) -> None:
         if self._num_steps >= 0:
             self._num_steps += 1
-        if self._owed.done_by(optimizer):
-            self._clear_owed()
+        if self._missed_step.done_by(optimizer):
+            self._clear_missed_step()
 
     def stepped_by_hook(self, optimizer: Optimizer) -> None:
-        if self._owed.done_by(optimizer):
-            self._clear_owed()
+        if self._missed_step.done_by(optimizer):
+            self._clear_missed_step()
 
     def hooks_ran(self) -> None:
-        if self._owed:
-            pairs = zip(self._params, self._handed, strict=True)
-            self._handed = [None if param.grad is None else grad for param, grad in pairs]
-            if all(grad is None for grad in self._handed):
-                self._clear_owed()
+        if self._missed_step:
+            pairs = zip(self._params, self._delivered, strict=True)
+            self._delivered = [None if param.grad is None else grad for param, grad in pairs]
+            if all(grad is None for grad in self._delivered):
+                self._clear_missed_step()
 
     def before_meeting(self, call: Call) -> None:
         self.settle()
 
     def drain(self) -> bool:
         self._num_steps = -1
-        if self._begun:  # under no_sync()
+        if self._has_gradients:  # under no_sync()
             self.after_backward(1, Flag.NONE)
             if any(param.grad is not None for param in self._params):
                 return True
-        if self._owed:
-            self._hand_out_again()
-            self._clear_owed()
+        if self._missed_step:
+            self._deliver_again()
+            self._clear_missed_step()
             return True
         self._filling = False
-        self._take_away()
+        self._clear_gradients()
         while self._averages:
             self._clock += 1
-            if self._hand_out():
+            if self._deliver():
                 return True
         return False
 
     # Out and back
 
     @torch.no_grad()
-    def _depart(self, aborted: Flag) -> None:
+    def _launch(self, aborted: Flag) -> None:
         """Send the gradients off, and leave none behind."""
-        lane = self._site.lane
+        lane = self._context.lane
         flat_part = self._flat_set.flat_parts[lane.step % len(self._flat_set.flat_parts)]
         for average in self._averages:
-            average.leave(flat_part, self._site)
+            average.move_out_of(flat_part, self._context)
         # Without a backward the loss touched no parameter: what stands in `.grad` was handed out before.
-        marks = self._fill(flat_part, empty=bool(aborted) or not self._begun)
-        self._begun = False
-        scale = self._scaling.now()
-        replica_digest, _ = self._site.watch.announce()
-        pending_mean = depart(
-            self._site, self._flat_set, flat_part, scale, aborted, clock=self._clock, marks=marks,
+        marks = self._fill(flat_part, empty=bool(aborted) or not self._has_gradients)
+        self._has_gradients = False
+        scale = self._loss_scale.now()
+        replica_digest, _ = self._context.drift_check.announce()
+        pending_mean = launch_mean(
+            self._context, self._flat_set, flat_part, scale, aborted, clock=self._clock, marks=marks,
             replica_digest=replica_digest, num_steps=self._num_steps,
         )  # fmt: skip
-        self._site.watch.take(pending_mean.number)
+        self._context.drift_check.take(pending_mean.number)
         self._averages.append(Average(flat_part.views, scale, pending_mean))
-        self._take_away()
+        self._clear_gradients()
 
     def _fill(self, flat_part: FlatPart, empty: bool) -> bytearray:
         """Put this rank's share of the mean into a flat part; what the header says of each parameter."""
@@ -180,42 +226,42 @@ class DelayedPace(Pace):
                 grads.append(grad.to_dense() if grad.is_sparse else grad)
         if views:
             torch._foreach_copy_(views, grads)  # what lies there already is copied onto itself
-        for flat_bucket in flat_part.flat_buckets if self._share != 1.0 else ():
-            flat_bucket.flat.mul_(self._share)
+        for flat_bucket in flat_part.flat_buckets if self._mean_scale != 1.0 else ():
+            flat_bucket.flat.mul_(self._mean_scale)
         return marks
 
     @torch.no_grad()
-    def _hand_out(self) -> bool:
+    def _deliver(self) -> bool:
         """The oldest average becomes `.grad`; False if it came to nothing."""
         average = self._averages.popleft()
-        average.land(self._site)
-        average.afterwards()
+        average.wait(self._context)
+        average.after_drift_check()
         self.dropped = average.dropped
         if average.found:
-            raise NonFinite(f"{self._site.lane.place()} {average.found}; no rank has applied this average")
+            raise NonFinite(f"{self._context.lane.place()} {average.found}; no rank has applied this average")
         if average.dropped:
             return False
-        average.rescale(self._scaling.now())
+        average.rescale(self._loss_scale.now())
         for param, view, used in zip(self._params, average.views, average.used, strict=True):
             param.grad = view if used else None
         return any(average.used)
 
-    def _hand_out_again(self) -> None:
+    def _deliver_again(self) -> None:
         """The loop has perhaps thrown it away, with what was left of the backward that raised."""
-        for param, grad in zip(self._params, self._handed, strict=True):
+        for param, grad in zip(self._params, self._delivered, strict=True):
             param.grad = grad
 
-    def _clear_owed(self) -> None:
-        self._owed.clear()
-        self._handed = []
+    def _clear_missed_step(self) -> None:
+        self._missed_step.clear()
+        self._delivered = []
 
-    def _take_away(self) -> None:
+    def _clear_gradients(self) -> None:
         for param in self._params:
             param.grad = None
 
     def settle(self) -> None:
         for average in self._averages:
-            average.land(self._site)
+            average.wait(self._context)
 
     # What it stores
 
@@ -227,8 +273,8 @@ class DelayedPace(Pace):
 
     def state(self) -> SavedPace:
         self.settle()
-        numbers = {"clock": self._clock, "waiting": len(self._averages), "filling": int(self._filling)}
-        shared = {f"delayed.{key}": torch.tensor(number, device="cpu") for key, number in numbers.items()}
+        waiting, filling = len(self._averages), int(self._filling)
+        shared = numbers_in_state("delayed", clock=self._clock, waiting=waiting, filling=filling)
         # As many as there can be, whatever there is: shapes say nothing of values.
         nothing = Average([torch.zeros_like(param.detach()) for param in self._params], 1.0)
         for slot in range(max(self._delay, len(self._averages))):
@@ -238,18 +284,14 @@ class DelayedPace(Pace):
         return SavedPace(shared, {})
 
     def load(self, saved: SavedPace) -> None:
-        self.settle()  # a journey that ends later would leave its residual here
+        self.settle()  # an exchange that ends later would leave its residual here
         self._averages.clear()
         self._flat_set.register()
-        self._clear_owed()
-        self._begun = False
+        self._clear_missed_step()
+        self._has_gradients = False
         self._num_steps = -1
-        state = _below(saved.shared, "delayed.")
+        state = below(saved.shared, "delayed.")
         self._clock = int(state.get("clock", torch.tensor(0, device="cpu")))
         self._filling = bool(state.get("filling", torch.tensor(0, device="cpu")))
         for slot in range(int(state.get("waiting", torch.tensor(0, device="cpu")))):
-            self._averages.append(Average.from_state(_below(state, f"average{slot}."), self._site))
-
-
-def _below(state: State, prefix: str) -> State:
-    return {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
+            self._averages.append(Average.from_state(below(state, f"average{slot}."), self._context))

@@ -10,13 +10,13 @@ after a step of the optimizer, which sees z only. In an exchange
     give   x / 2, ω / 2      x ← x / 2 + what comes      ω ← ω / 2 + what comes      z ← x / ω
 
 so Σ x and Σ ω over the ranks stay what they were, whoever sends to whom: that is what keeps the mean. Here each gets
-from one and gives to one (see `neighbours`), so ω stays 1; it travels all the same, for it is what makes z right.
+from one and gives to one, so ω stays 1; it travels all the same, for it is what makes z right.
 
 A rank waits for its neighbours of a round, which hear from theirs, and for nobody else: one that is slow now and then
 is felt by those first, and by the others rounds later. Buffers and optimizers stay each rank's own. `drain()` makes the
 exact mean Σ x / Σ ω on every rank, and all buffers rank 0's: a run ends with it, or else with as many models as ranks.
 
-Who sends to whom in a round of gossip. Pure.
+Who sends to whom in a round (`neighbours`):
 
     ring            0 ▶ 1 ▶ 2 ▶ 3 ▶ 0                  every round the same
     exponential     rank ▶ rank + 1, + 2, + 4, …       a stride of its own in each of ⌈log₂ n⌉ rounds, and again
@@ -25,16 +25,14 @@ In every round each rank sends to exactly one and receives from exactly one. On 
 after n − 1 rounds, but of the ranks of a host only the last sends to another one. With the exponential strides
 ⌈log₂ n⌉ rounds are enough, and where n is a power of two they make the exact mean.
 
-A word between neighbours, before anything large travels: what each is in, which round, how much it brings.
-
-Messages between two ranks have no header that all ranks see. Without a word first, one that is in an exchange would
-wait for one that is in `drain()`, and both forever.
-
 Note [Neighbours first]
-    A header among all ranks would tell too, but gossip would then wait for the slowest of all in every exchange. So a
-    rank tells only its neighbours of the round, both of them: who gives to it, and who gets from it. And it does so
-    not only before an exchange, but before everything that all ranks do together, `detach()` for one: a neighbour that
-    waits in an exchange hears that we are elsewhere. Both then raise, and the others see that they have.
+    Messages between two ranks have no header that all ranks see. Without a handshake one that is in an exchange would
+    wait for one that is in `drain()`, and both forever. So before anything large travels neighbours tell each other
+    what they are in, which round, and how much they bring. A header among all ranks would tell too, but gossip would
+    then wait for the slowest of all in every exchange. So a rank tells only its neighbours of the round, both of them:
+    who gives to it, and who gets from it. And it does so not only before an exchange, but before everything that all
+    ranks do together, `detach()` for one: a neighbour that waits in an exchange hears that we are elsewhere. Both then
+    raise, and the others see that they have.
 """
 
 from __future__ import annotations
@@ -50,10 +48,9 @@ import torch.distributed as dist
 from gradsync.agreement.header import HEAD_NBYTES, Call, Flag, Head, Headers, check_same_call, pack_header
 from gradsync.errors import Disagreement, NonFinite, listed
 from gradsync.exchange.flat import FlatBucket
-from gradsync.exchange.flat_sets import FlatSet
 from gradsync.pace.after_step import AfterStep
-from gradsync.pace.averages import arrive, depart, first_nonfinite
-from gradsync.pace.contract import SavedPace, Site, Stats
+from gradsync.pace.averages import finish_mean, first_nonfinite, launch_mean
+from gradsync.pace.contract import PaceContext, SavedPace, Stats, numbers_in_state
 from gradsync.plan import paces
 from gradsync.plan.paces import Topology
 from gradsync.transport.groups import Channel
@@ -62,7 +59,7 @@ from gradsync.transport.lane import Lane
 
 
 class Neighbours(NamedTuple):
-    """Of one rank in one round, by index in the group."""
+    """The neighbours of one rank in one round, by index in the group."""
 
     receiver: int  # gets half of what we hold
     sender: int  # gives us half of what it holds
@@ -74,7 +71,7 @@ class Neighbours(NamedTuple):
 
 
 def neighbours(topology: Topology, rank: int, size: int, number: int) -> Neighbours:
-    """Those of `rank` in the round with this number, among at least two ranks.
+    """The neighbours of `rank` in the round with this number, among at least two ranks.
 
     >>> neighbours("ring", 0, 8, number=5)
     Neighbours(receiver=1, sender=7)
@@ -97,7 +94,7 @@ def num_strides(size: int) -> int:
 HANDSHAKE_TAG = 0
 
 
-def greet(lane: Lane, channel: Channel, peers: Sequence[int], mine: Head, names: Sequence[str]) -> dict[int, Head]:
+def handshake(lane: Lane, channel: Channel, peers: Sequence[int], mine: Head, names: Sequence[str]) -> dict[int, Head]:
     """Tell these members of the group where we are, and return where they are: in the same, or this raises.
 
     `names` are the parameters', for a head that tells of a NaN in one of them.
@@ -149,46 +146,46 @@ _PAYLOAD_TAG = HANDSHAKE_TAG + 1
 class GossipPace(AfterStep):
     """`gossip(topology)` at work."""
 
-    def __init__(self, pace: paces.Gossip, site: Site, parent: dist.ProcessGroup, timeout: float) -> None:
+    def __init__(self, pace: paces.Gossip, context: PaceContext, parent: dist.ProcessGroup, timeout: float) -> None:
         """Every rank makes it at once, with equal parameters."""
-        groups = site.lane.groups
+        groups = context.lane.groups
         self._pace = pace
-        super().__init__(site)
+        super().__init__(context)
         self._params = self._trained.params
         self._alone = groups.size == 1
         # Gloo, on whatever the parameters' own group is: messages go through host memory.
         groups.add_part(parent, _CHANNEL, list(range(groups.size)), "cpu", timeout)
         self._channel = groups.data[_CHANNEL]
-        self._flat_set = FlatSet(self._trained.named, site.exact, site.sender, site.indices, site.bucket_bytes)
+        self._flat_set = context.flat_set(self._trained.named)
         self._flat_part = self._flat_set.flat_parts[0]
         self._round = 0
         self._weight = 1.0  # ω
-        self._apart = False  # whether replicas may differ
+        self._diverged = False  # whether replicas may differ
         self._num_exchanges = 0
         self._distance: float | None = None
 
     @property
     def replicas_equal(self) -> bool:
-        return not self._apart
+        return not self._diverged
 
     def after_backward(self, count: int, aborted: Flag) -> bool:
-        self._apart = not self._alone
+        self._diverged = not self._alone
         return super().after_backward(count, aborted)
 
     def _is_time(self) -> bool:
         return not self._alone and self._clock % self._pace.every == 0
 
     def before_meeting(self, call: Call) -> None:
-        """See [Neighbours first] in `greeting`."""
+        """Tell the neighbours first: see [Neighbours first]."""
         if self._due:
             self._act()
         if not self._alone:
-            self._greet(call)
+            self._handshake(call)
 
     def drain(self) -> bool:
         if self._due:
             self._act()
-        if self._apart:
+        if self._diverged:
             self._average()
         return False
 
@@ -196,22 +193,22 @@ class GossipPace(AfterStep):
 
     @torch.no_grad()
     def _act(self) -> None:
-        lane, recorder = self._site.lane, self._site.recorder
+        lane, recorder = self._context.lane, self._context.recorder
         self._due.clear()
         lane.at(Phase.SYNCHRONIZING)
         recorder.start_waiting(on_device=False)
         begun = time.perf_counter()
         kept = self._weight / 2
-        self._fill(kept)
-        checks = self._site.guard.nonfinite != "allow"
-        heads = self._greet(Call.NEIGHBOURS, kept, first_nonfinite(self._flat_part) if checks else -1)
+        self._pack(kept)
+        checks = self._context.guard.nonfinite != "allow"
+        heads = self._handshake(Call.NEIGHBOURS, kept, first_nonfinite(self._flat_part) if checks else -1)
         brought = heads[self._neighbours().sender].weight
         gaps, norms = zip(
-            *[self._swap(flat_bucket, kept / brought) for flat_bucket in self._flat_part.flat_buckets], strict=True
+            *[self._exchange(flat_bucket, kept / brought) for flat_bucket in self._flat_part.flat_buckets], strict=True
         )
         self._distance = math.hypot(*gaps) / norm if (norm := math.hypot(*norms)) else math.hypot(*gaps)
         self._weight = kept + brought
-        self._empty(self._weight)
+        self._unpack(self._weight)
         nbytes = sum(flat_bucket.flat.nbytes for flat_bucket in self._flat_part.flat_buckets)
         spans = [(begun, time.perf_counter())]
         recorder.finish_step(self._round, spans, nbytes, len(self._flat_part.flat_buckets), None, nbytes)
@@ -219,12 +216,12 @@ class GossipPace(AfterStep):
         self._num_exchanges += 1
         lane.session.next_step()
 
-    def _swap(self, flat_bucket: FlatBucket, ratio: float) -> tuple[float, float]:
+    def _exchange(self, flat_bucket: FlatBucket, ratio: float) -> tuple[float, float]:
         """Give a flat bucket to the receiver, and add the sender's; how far that is from ours, and how large ours is.
 
         `ratio` is how many times the sender's weight ours is: as different as the weights are, so are the flat_buckets.
         """
-        lane = self._site.lane
+        lane = self._context.lane
         receiver, sender = self._neighbours()
         ours = flat_bucket.flat.cpu()  # the same memory, if it is there already
         theirs = torch.empty_like(ours)
@@ -242,29 +239,29 @@ class GossipPace(AfterStep):
 
     @torch.no_grad()
     def _average(self) -> None:
-        self._greet(Call.AVERAGE)
-        self._fill(self._weight)
-        pending_mean = depart(
-            self._site, self._flat_set, self._flat_part, weight=self._weight, with_buffers=True, clock=self._clock
+        self._handshake(Call.AVERAGE)
+        self._pack(self._weight)
+        pending_mean = launch_mean(
+            self._context, self._flat_set, self._flat_part, weight=self._weight, with_buffers=True, clock=self._clock
         )
-        headers = arrive(self._site, self._flat_set, pending_mean, with_buffers=True)
-        self._empty(headers.total_weight)
+        headers = finish_mean(self._context, self._flat_set, pending_mean, with_buffers=True)
+        self._unpack(headers.total_weight)
         self._weight = 1.0
-        self._apart = False
+        self._diverged = False
 
-    def _greet(self, call: Call, weight: float = 0.0, nonfinite: int = -1) -> dict[int, Head]:
+    def _handshake(self, call: Call, weight: float = 0.0, nonfinite: int = -1) -> dict[int, Head]:
         head = Head(self._round, 0, weight, self._clock, nonfinite, 1, Flag.NONE, bytes(8), call)
-        return greet(self._site.lane, self._channel, self._neighbours().peers, head, self._flat_set.names)
+        return handshake(self._context.lane, self._channel, self._neighbours().peers, head, self._flat_set.names)
 
     def _neighbours(self) -> Neighbours:
-        groups = self._site.lane.groups
+        groups = self._context.lane.groups
         return neighbours(self._pace.topology, groups.rank, groups.size, self._round)
 
-    def _fill(self, weight: float) -> None:
+    def _pack(self, weight: float) -> None:
         for view, param in zip(self._flat_part.views, self._params, strict=True):
             torch.mul(param, weight, out=view)
 
-    def _empty(self, weight: float) -> None:
+    def _unpack(self, weight: float) -> None:
         for view, param in zip(self._flat_part.views, self._params, strict=True):
             param.copy_(view.div_(weight))
 
@@ -283,8 +280,8 @@ class GossipPace(AfterStep):
 
     def state(self) -> SavedPace:
         """This rank's own, for it belongs to this rank's own parameters."""
-        numbers = {"clock": self._clock, "round": self._round, "due": int(bool(self._due)), "apart": int(self._apart)}
-        own = {f"gossip.{key}": torch.tensor(number, device="cpu") for key, number in numbers.items()}
+        due, apart = int(bool(self._due)), int(self._diverged)
+        own = numbers_in_state("gossip", clock=self._clock, round=self._round, due=due, apart=apart)
         return SavedPace({}, own | {"gossip.weight": torch.tensor(self._weight, dtype=torch.float64, device="cpu")})
 
     def load(self, saved: SavedPace) -> None:
@@ -293,17 +290,17 @@ class GossipPace(AfterStep):
         if (
             "gossip.weight" not in saved.own
         ):  # of other ranks than these: what parameters were loaded here, nobody knows
-            self._round, self._apart = 0, not self._alone
+            self._round, self._diverged = 0, not self._alone
             return
         self._clock, self._round = int(saved.own["gossip.clock"]), int(saved.own["gossip.round"])
         self._weight = float(saved.own["gossip.weight"])
-        self._apart = bool(saved.own["gossip.apart"])
+        self._diverged = bool(saved.own["gossip.apart"])
         if int(saved.own["gossip.due"]):
             self._due.set()
 
     def reset(self) -> None:
         self._weight = 1.0
-        self._apart = False
+        self._diverged = False
         self._due.clear()
 
 

@@ -11,13 +11,12 @@ bits would spoil parameters, but not their changes, and what it loses comes with
     compressed    p ← w − Σ ((w − p) / n), and the same becomes w
     one rank      p stays as it is
 
-Only what required a gradient at attach travels (see `trained`), and rank 0's buffers with it. The first average comes
-after step 1 if there is a warmup, after step k otherwise.
+Only what required a gradient at attach travels (see `trained_parameters`), and rank 0's buffers with it. The first
+average comes after step 1 if there is a warmup, after step k otherwise.
 
-The mean of the optimizers' state over the ranks: momentum and the like, tensors of floating point; counts stay.
-
-What not every rank has stays too: a rank whose GradScaler has skipped every step so far has no state yet, and one
-whose batches never touched a parameter has none for it.
+With `optimizer_state` the optimizers' state is averaged too: momentum and the like, tensors of floating point. Counts
+stay, and what not every rank has: a rank whose GradScaler has skipped every step so far has no state yet, and one whose
+batches never touched a parameter has none for it.
 """
 
 from __future__ import annotations
@@ -25,29 +24,28 @@ from __future__ import annotations
 import torch
 
 from gradsync.agreement.documents import share
-from gradsync.exchange.flat_sets import FlatSet
 from gradsync.exchange.means import average
 from gradsync.pace.after_step import AfterStep
-from gradsync.pace.averages import arrive, depart
-from gradsync.pace.contract import SavedPace, Site, Stats
+from gradsync.pace.averages import finish_mean, launch_mean
+from gradsync.pace.contract import PaceContext, SavedPace, Stats, numbers_in_state
 from gradsync.plan.paces import LocalSGD
 
 
-def average_optimizers(site: Site) -> None:
+def average_optimizers(context: PaceContext) -> None:
     """Every rank calls this at once."""
-    tensors = _tensors(site)
+    tensors = _tensors(context)
     mine = [[*key, list(tensor.shape), str(tensor.dtype)] for key, tensor in tensors.items()]
-    everyones = [{str(form) for form in document["state"]} for document in share(site.lane, {"state": mine})]
+    everyones = [{str(form) for form in document["state"]} for document in share(context.lane, {"state": mine})]
     common = set.intersection(*everyones)
     alike = [tensors[key] for key, form in zip(tensors, mine, strict=True) if str(form) in common]
-    average(site.lane, site.exact, alike)
+    average(context.lane, context.exact, alike)
 
 
-def _tensors(site: Site) -> dict[tuple[int, str, str], torch.Tensor]:
-    """By optimizer, parameter and key, in one order on every rank; parameters that we leave alone have no name."""
-    names = {id(param): name for name, param in site.parameters}
+def _tensors(context: PaceContext) -> dict[tuple[int, str, str], torch.Tensor]:
+    """The state by optimizer, parameter and key, in one order on every rank; parameters left alone have no name."""
+    names = {id(param): name for name, param in context.parameters}
     found = {}
-    for number, optimizer in enumerate(site.optimizers):
+    for number, optimizer in enumerate(context.optimizers):
         for param in (param for group in optimizer.param_groups for param in group["params"] if id(param) in names):
             for key, value in sorted(optimizer.state.get(param, {}).items()):
                 # By name, for a count of steps has the shape of a parameter that is one number.
@@ -63,13 +61,13 @@ def _fits(value: torch.Tensor, param: torch.Tensor) -> bool:
 class LocalSGDPace(AfterStep):
     """`local_sgd(k)` at work."""
 
-    def __init__(self, pace: LocalSGD, site: Site, compressed: bool) -> None:
+    def __init__(self, pace: LocalSGD, context: PaceContext, compressed: bool) -> None:
         """Every rank makes it at once, with equal parameters."""
         self._pace = pace
-        super().__init__(site)
-        self._size = site.lane.groups.size
+        super().__init__(context)
+        self._size = context.lane.groups.size
         self._params = self._trained.params
-        self._flat_set = FlatSet(self._trained.named, site.exact, site.sender, site.indices, site.bucket_bytes)
+        self._flat_set = context.flat_set(self._trained.named)
         self._anchor = [param.detach().clone() for param in self._params] if compressed else None
         self._last = 0  # its value at the last average
         self._num_averages = 0
@@ -91,9 +89,9 @@ class LocalSGDPace(AfterStep):
         if self._size > 1:
             self._exchange()
             if self._pace.optimizer_state:
-                average_optimizers(self._site)
+                average_optimizers(self._context)
         else:
-            self._anchor_here()
+            self._reset_anchor()
         self._last = self._clock
         self._num_averages += 1
 
@@ -105,8 +103,8 @@ class LocalSGDPace(AfterStep):
                 torch.div(param, self._size, out=view)
             else:
                 torch.sub(self._anchor[i], param, out=view).div_(self._size)
-        pending_mean = depart(self._site, self._flat_set, flat_part, with_buffers=True, clock=self._clock)
-        arrive(self._site, self._flat_set, pending_mean, with_buffers=True)
+        pending_mean = launch_mean(self._context, self._flat_set, flat_part, with_buffers=True, clock=self._clock)
+        finish_mean(self._context, self._flat_set, pending_mean, with_buffers=True)
         for i, (view, param) in enumerate(zip(flat_part.views, self._params, strict=True)):
             if self._anchor is None:
                 param.copy_(view)
@@ -120,8 +118,7 @@ class LocalSGDPace(AfterStep):
         return {"local_steps": self._clock - self._last, "num_averages": self._num_averages}
 
     def state(self) -> SavedPace:
-        numbers = {"clock": self._clock, "last": self._last, "due": int(bool(self._due))}
-        shared = {f"local_sgd.{key}": torch.tensor(number, device="cpu") for key, number in numbers.items()}
+        shared = numbers_in_state("local_sgd", clock=self._clock, last=self._last, due=int(bool(self._due)))
         if self._anchor is not None:
             names = self._flat_set.names
             shared |= {f"local_sgd.anchor.{name}": w.clone() for name, w in zip(names, self._anchor, strict=True)}
@@ -133,28 +130,28 @@ class LocalSGDPace(AfterStep):
         shared = saved.shared
         if "local_sgd.clock" not in shared:
             self._trained.warn_of_another("local_sgd", shared)
-            self._begin_alike()
+            self._restart_from_mean()
             return
         self._clock, self._last = (int(shared[f"local_sgd.{key}"]) for key in ("clock", "last"))
         anchors = [f"local_sgd.anchor.{name}" for name in self._flat_set.names]
         if self._anchor is not None and not all(key in shared for key in anchors):
-            self._begin_alike()  # nothing was compressed when it was saved
+            self._restart_from_mean()  # nothing was compressed when it was saved
             return
         for w, key in zip(self._anchor or [], anchors, strict=False):
             w.copy_(shared[key])
         if int(shared["local_sgd.due"]):
             self._due.set()
 
-    def _begin_alike(self) -> None:
-        """From the mean of what the ranks have loaded."""
+    def _restart_from_mean(self) -> None:
+        """Begin anew from the mean of what the ranks have loaded."""
         self._trained.level()
         self.reset()
 
     def reset(self) -> None:
         self._last = self._clock
         self._due.clear()
-        self._anchor_here()
+        self._reset_anchor()
 
-    def _anchor_here(self) -> None:
+    def _reset_anchor(self) -> None:
         for w, param in zip(self._anchor or [], self._params, strict=False):
             w.copy_(param.detach())

@@ -6,18 +6,18 @@ import warnings
 
 from gradsync.errors import GradSyncError
 from gradsync.exchange.means import level
-from gradsync.pace.contract import Site, State
+from gradsync.pace.contract import PaceContext, State
 
 
-class Trained:
+class TrainedParameters:
     """The trained parameters by name, and a look at those that are not to become one."""
 
-    def __init__(self, site: Site) -> None:
-        self._site = site
-        self._lane = site.lane
-        self.named = [(name, param) for name, param in site.parameters if param.requires_grad]
+    def __init__(self, context: PaceContext) -> None:
+        self._context = context
+        self._lane = context.lane
+        self.named = [(name, param) for name, param in context.parameters if param.requires_grad]
         self.params = [param for _, param in self.named]
-        self._frozen = [(name, param) for name, param in site.parameters if not param.requires_grad]
+        self._frozen = [(name, param) for name, param in context.parameters if not param.requires_grad]
 
     def check(self) -> None:
         """Raise if one was thawed: it would change here, and never travel."""
@@ -35,7 +35,7 @@ class Trained:
 
     def level(self) -> None:
         """Make them equal on all ranks: their mean. Every rank calls this at once."""
-        level(self._site.lane, self._site.exact, self.params)
+        level(self._context.lane, self._context.exact, self.params)
 
     def warn_of_another(self, kind: str, shared: State) -> None:
         """This state is of such a pace, but not of these parameters. That it is of another pace, the engine says."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from gradsync.cluster import Cluster
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 
 Allowed = Literal["exact", "16-bit", "lossy"]
 

@@ -15,7 +15,7 @@ from gradsync.compress.topk import topk
 from gradsync.compress.wrappers import across_hosts
 from gradsync.plan.paces import accumulate, delayed, diloco, local_sgd
 from gradsync.plan.packing import default_limit
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 from gradsync.planner.collective import Collectives
 from gradsync.planner.profile import ModelProfile
 

@@ -23,7 +23,7 @@ _MOST_RANKS_TO_WALK = 32
 
 
 class CollectiveCost(NamedTuple):
-    """Of one collective."""
+    """What one collective costs."""
 
     seconds: float
     nbytes: float  # that one rank sends to others, in its host or across; in shared memory nothing is sent
@@ -40,7 +40,7 @@ class Collectives:
         self.in_memory = self.num_hosts == 1 and cluster.memory is not None
         self._regular = all(len(host) == self.per_host for host in cluster.hosts)
         self._generation = nccl.generation_of(cluster.device.name)
-        self.journeys: dict[Hashable, Any] = {}  # of buckets; see `stages`
+        self.stages: dict[Hashable, Any] = {}  # of buckets; see `stages`
         self._known: dict[tuple[Algorithm, float], CollectiveCost] = {}
 
     # Sums
@@ -132,7 +132,7 @@ class Collectives:
         return 2 * (n - 1) * self._slowest(chunk).seconds(chunk) + (n - 1) * chunk * self.cluster.reduce_s_per_byte
 
     def _hierarchical_s(self, nbytes: float, cluster: Cluster) -> float:
-        """See `allreduce.hierarchical`. Many hosts of unequal size cost as if all were as large as the largest."""
+        """The parts of `algorithms.hierarchical`, priced; many hosts of unequal size as if all were the largest."""
         if not self._regular and self.size <= _MOST_RANKS_TO_WALK:
             return price(Hierarchical().schedule(cluster.hosts), nbytes, cluster)
         g, m, gamma = self.per_host, self.num_hosts, cluster.reduce_s_per_byte
@@ -203,7 +203,7 @@ class Collectives:
     # The links
 
     def _inside_share(self) -> float:
-        """Of the bytes of a sum inside each host, what a rank sends."""
+        """The share of its bytes that a rank sends in a sum inside each host."""
         return 0.0 if self.cluster.memory is not None else 2 * (self.per_host - 1) / self.per_host
 
     def header(self) -> CollectiveCost:

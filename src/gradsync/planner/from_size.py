@@ -1,6 +1,6 @@
-"""A model of which only the size is known: a transformer with that many parameters, and the step it would take.
+"""A training step from its arithmetic: parameters and operations in, a profile with ready times out.
 
-A training step from its arithmetic: parameters and operations in, a profile with ready times out.
+Of a model of which only the size is known: a transformer with that many parameters, and the step it would take.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ _WIDTH_PER_LAYER = 96  # between GPT-2 (64) and the largest (128)
 
 
 class TransformerShape(NamedTuple):
-    """Of a transformer: what the matrices measure."""
+    """What the matrices of a transformer measure."""
 
     layers: int
     width: int
@@ -202,7 +202,7 @@ def shape_of(params: float, layers: int | None = None) -> TransformerShape:
 
 
 def _weights(shape: TransformerShape) -> Iterator[WeightCost]:
-    """In the order of the forward pass."""
+    """The weights in the order of the forward pass."""
     width, hidden = shape.width, shape.hidden
     yield vector("embedding", shape.vocabulary, width)
     for index in range(shape.layers):
@@ -217,7 +217,7 @@ def _weights(shape: TransformerShape) -> Iterator[WeightCost]:
 
 
 def _short(params: float) -> str:
-    """As people say it.
+    """A number of parameters as people say it.
 
     >>> _short(1e9), _short(1.24e8), _short(7e3)
     ('1B', '124M', '7K')

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Goodput(NamedTuple):
-    """Of a run that every failure stops."""
+    """What is left of a run that every failure stops."""
 
     mtbf_s: float  # from one failure to the next
     interval_s: float  # work between two checkpoints, the best there is

@@ -136,13 +136,13 @@ def _norm(name: str, width: int) -> Iterator[WeightCost]:
 
 
 def _linear(name: str, out: int, into: int, places: int = 1) -> Iterator[WeightCost]:
-    """With bias; applied at so many places of a sample."""
+    """A layer with bias, applied at so many places of a sample."""
     yield WeightCost(f"{name}.weight", (out, into), float(out * into * places))
     yield vector(f"{name}.bias", out)
 
 
 def _turned(name: str, into: int, out: int) -> Iterator[WeightCost]:
-    """With bias, and stored the other way round, as GPT-2 does."""
+    """A layer with bias, stored the other way round, as GPT-2 does."""
     yield matrix(f"{name}.weight", into, out)
     yield vector(f"{name}.bias", out)
 

@@ -14,8 +14,6 @@ How a NIC limits them, for S bytes on m hosts of n ranks together:
 
 Two hosts of 8 are 1.875 times as many bytes on the ring. Inside and across run at once, as a pipeline: the slower one
 counts. Only large-message bandwidths and the latency across are taken from the links.
-
-NCCL's constants (2.30, graph/tuning.cc): microseconds per hop, and the most that each GPU generation reaches.
 """
 
 from __future__ import annotations
@@ -155,7 +153,7 @@ def all_reduce_costs(
     caps = CAPS[generation]
     nvlink = per_host == 1 or inside.bandwidth >= _NVLINK_FROM
     costs = []
-    for algorithm, protocol in _ways(num_hosts, per_host, nvlink, caps):
+    for algorithm, protocol in _algorithms(num_hosts, per_host, nvlink, caps):
         lat_us = latency_us(algorithm, protocol, num_hosts, per_host, across.latency_s, nvlink)
         large = nbytes / (caps.channels * num_hosts * per_host) >= 64
         if algorithm == "ring" and protocol == "Simple" and num_hosts > 1 and large:
@@ -204,7 +202,7 @@ class _Wires(NamedTuple):
     ring_share: float
 
 
-def _ways(num_hosts: int, per_host: int, nvlink: bool, caps: Caps) -> Iterator[tuple[Name, Protocol]]:
+def _algorithms(num_hosts: int, per_host: int, nvlink: bool, caps: Caps) -> Iterator[tuple[Name, Protocol]]:
     algorithms: tuple[Name, ...] = ("ring", "tree")
     for algorithm in algorithms:
         yield algorithm, "LL"

@@ -9,19 +9,19 @@ from functools import lru_cache
 from statistics import NormalDist
 
 from gradsync.cluster import Cluster, Device
-from gradsync.compress.cast import Cast
-from gradsync.compress.recipe import EXACT, Choice, Compressor, Param
+from gradsync.compress.param import Param
+from gradsync.compress.recipe import EXACT, Choice, Compressor
 from gradsync.plan.paces import Accumulate, AsyncSGD, Delayed, DiLoCo, EveryStep, Gossip, LocalSGD
 from gradsync.plan.packing import default_limit, pack
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 from gradsync.planner.collective import Collectives
 from gradsync.planner.prediction import Prediction, Quality, StepSpan
 from gradsync.planner.profile import Gradient, ModelProfile
-from gradsync.planner.simulation import Compute, SimulatedBucket, end_s, play
-from gradsync.planner.stages import Stage, journey, payload_nbytes
+from gradsync.planner.simulation import Compute, SimulatedBucket, end_s, simulate
+from gradsync.planner.stages import Stage, gathers, payload_nbytes, stages
 from gradsync.planner.stragglers import straggler_s
 
-_MOST_BUCKETS, _LAST_BUCKETS = 32, 8  # to play one by one; of more, neighbours are played as one
+_MOST_BUCKETS, _LAST_BUCKETS = 32, 8  # to simulate one by one; of more, neighbours are simulated as one
 _NINE_IN_TEN = NormalDist().inv_cdf(0.95)  # standard deviations to either side
 _ENDLESS_S = 1e9
 _GRADIENT_S = 40e-6  # its hook, its place in a bucket and as `.grad` again
@@ -52,7 +52,7 @@ def predict(
     collectives = Collectives(cluster) if collectives is None else collectives
     buckets = lay_out(profile, plan, collectives)
     _refuse_endless(profile, buckets)
-    period = _play_pace(profile, plan, collectives, buckets, stock)
+    period = _simulate_pace(profile, plan, collectives, buckets, stock)
     jitter = cluster.device.jitter if profile.jitter is None else profile.jitter
     late_s = straggler_s(period.compute_s, jitter, max(1, round(period.waits_for)), max(1, round(period.steps)))
     step_s = period.step_s + late_s
@@ -100,8 +100,8 @@ def lay_out(profile: ModelProfile, plan: Plan, collectives: Collectives) -> list
     buckets = []
     for index, (numbers, (_, choice)) in enumerate(packed):
         members = [gradients[number] for number in numbers]
-        stages = journey(known[choice], [member.param for member in members], collectives, plan.algorithm)
-        buckets.append(SimulatedBucket(f"bucket {index}", max(member.ready_s for member in members), stages))
+        played = stages(known[choice], [member.param for member in members], collectives, plan.algorithm)
+        buckets.append(SimulatedBucket(f"bucket {index}", max(member.ready_s for member in members), played))
     return _merged(buckets)
 
 
@@ -118,8 +118,8 @@ def _merged(buckets: list[SimulatedBucket]) -> list[SimulatedBucket]:
     count = 0
     for bucket in early:
         if count % factor and len(merged[-1].stages) == len(bucket.stages):
-            stages = [_both(a, b) for a, b in zip(merged[-1].stages, bucket.stages, strict=True)]
-            merged[-1] = SimulatedBucket(merged[-1].label, merged[-1].ready_s, stages)
+            both = [_both(a, b) for a, b in zip(merged[-1].stages, bucket.stages, strict=True)]
+            merged[-1] = SimulatedBucket(merged[-1].label, merged[-1].ready_s, both)
         else:
             merged.append(bucket)
             count = 0
@@ -140,7 +140,7 @@ def _refuse_endless(profile: ModelProfile, buckets: Sequence[SimulatedBucket]) -
         )
 
 
-def _play_pace(
+def _simulate_pace(
     profile: ModelProfile, plan: Plan, collectives: Collectives, buckets: Sequence[SimulatedBucket], stock: bool
 ) -> _Period:
     """One period of the pace."""
@@ -157,16 +157,16 @@ def _play_pace(
         stretch = backward_s / profile.backward_s if profile.backward_s else 1.0
         compute = Compute(profile.input_s + profile.forward_s, backward_s, profile.optimizer_s)
         ready = [bucket._replace(ready_s=stretch * bucket.ready_s) for bucket in buckets]
-        spans = play(compute, ready, header, device.cores, plan.overlap == "backward")
+        spans = simulate(compute, ready, header, device.cores, plan.overlap == "backward")
         k = pace.k if isinstance(pace, Accumulate) else 1
         others = (k - 1) * (whole - profile.optimizer_s / share)
         return _Period((end_s(spans) + others) / k, (whole + others) / k, 1 / k, n, k, tuple(spans))
     if isinstance(pace, Delayed):
         waiting = [bucket._replace(ready_s=0.0) for bucket in buckets]
         work = Compute(0.0, profile.compute_s + copy_s, 0.0)
-        spans = play(work, waiting, header, device.cores, overlap=True)
+        spans = simulate(work, waiting, header, device.cores, overlap=True)
         return _Period(end_s(spans), whole, 1.0, n, pace.k + 1, tuple(spans))
-    alone = play(Compute(0.0, 0.0, 0.0), buckets, header, device.cores, overlap=False)
+    alone = simulate(Compute(0.0, 0.0, 0.0), buckets, header, device.cores, overlap=False)
     if isinstance(pace, LocalSGD):
         return _Period(whole + end_s(alone) / pace.k, whole, 1 / pace.k, n, pace.k, tuple(alone))
     if isinstance(pace, DiLoCo):
@@ -198,7 +198,7 @@ def quality(plan: Plan) -> Quality:
     if plan.compress is None:
         return "exact"
     codec = plan.compress.choose(TYPICAL).codec
-    return "16-bit" if isinstance(codec, Cast) else "lossy"
+    return "lossy" if codec is None else codec.quality
 
 
 def memory_nbytes(profile: ModelProfile, plan: Plan, world_size: int) -> int:
@@ -208,10 +208,11 @@ def memory_nbytes(profile: ModelProfile, plan: Plan, world_size: int) -> int:
     total, numel = profile.nbytes, profile.num_params
     nbytes = total
     if plan.compress is not None:
-        choices = [(g, _chosen(plan.compress, g.param)) for g in profile.gradients]
-        nbytes += sum(4 * math.prod(g.shape) for g, choice in choices if choice.feedback)
-        payload = sum(payload_nbytes(choice.codec, g.param) for g, choice in choices if choice.codec is not None)
-        gathered = world_size == 2 and any(not choice.summable for _, choice in choices)
+        choices = [(g.param, _chosen(plan.compress, g.param)) for g in profile.gradients]
+        nbytes += sum(4 * param.numel for param, choice in choices if choice.feedback)
+        coded = [(choice.codec, param) for param, choice in choices if choice.codec is not None]
+        payload = sum(payload_nbytes(codec, param) for codec, param in coded)
+        gathered = world_size == 2 and any(gathers(codec, param, world_size) for codec, param in coded)
         nbytes += payload * (world_size if gathered else 2)
     pace = plan.pace
     if isinstance(pace, DiLoCo):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 
 Quality = Literal["exact", "16-bit", "lossy", "other training"]
 

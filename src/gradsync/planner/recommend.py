@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from gradsync.cluster import Cluster
 from gradsync.plan.paces import every_step
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 from gradsync.planner.candidates import Allow, candidates
 from gradsync.planner.collective import Collectives
 from gradsync.planner.predict import TYPICAL, predict
@@ -61,26 +61,26 @@ def recommend(
 
 
 def pick(found: Sequence[Prediction]) -> Prediction:
-    """Of predictions, the default's among them: what changes least of what is fast enough."""
+    """The prediction that changes least, of those fast enough; the default's is among them."""
     best = default = next(each for each in found if each.plan == Plan())
     ranked = sorted(found, key=lambda each: each.exposed_s)
     for kind, worth in _WORTH_IT:
         rivals = [each for each in ranked if kind in (each.quality, _codec_of(each.plan))]
-        rival = plainest(rivals[0], rivals) if rivals else best
+        rival = simplest(rivals[0], rivals) if rivals else best
         sure = default.exposed_s - rival.exposed_s > rival.unsure_s
         if sure and best.exposed_s - rival.exposed_s > worth * best.step_s:
             best = rival
     return best
 
 
-def plainest(one: Prediction, found: Iterable[Prediction]) -> Prediction:
-    """The same compressor and pace with the fewest things said beside, if that is about as fast."""
+def simplest(one: Prediction, found: Iterable[Prediction]) -> Prediction:
+    """The plan with this one's compressor and pace that says least beside, if it is about as fast."""
     alike = [each for each in found if (each.plan.compress, each.plan.pace) == (one.plan.compress, one.plan.pace)]
     as_fast = [each for each in alike if each.exposed_s - one.exposed_s <= SAME * one.step_s]
-    return min(as_fast, key=lambda each: _num_said(each.plan), default=one)
+    return min(as_fast, key=lambda each: _num_options(each.plan), default=one)
 
 
-def _num_said(plan: Plan) -> int:
+def _num_options(plan: Plan) -> int:
     usual = Plan()
     return sum(getattr(plan, name) != getattr(usual, name) for name in ("algorithm", "bucket_bytes", "overlap"))
 

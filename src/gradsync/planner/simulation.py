@@ -1,4 +1,4 @@
-"""One training step, played: computation, the pipeline that codes, and the wire, each doing one thing at a time.
+"""One training step, simulated: computation, the pipeline that codes, and the wire, each doing one thing at a time.
 
     compute   │ forward │ backward ──────────────────────── │ waits │ optimizer │
                              ready ▼        ▼          ▼         ▲
@@ -7,11 +7,10 @@
 
 Whoever is at work asks for a share of the rank's cores (`Device.cores`): computation and coding for a whole one, the
 wire for its `load`. If there is not enough, shares are max-min fair: who asks for little gets it, the others are
-equally slow. All ranks are alike, so one is played; what makes them differ is in `stragglers`.
+equally slow. All ranks are alike, so one is simulated; what makes them differ is in `stragglers`.
 
-The pipeline goes on as `exchange.pipeline` does: a bucket begins its journey, then each one that is under way goes a
-round
-further, oldest first.
+The pipeline goes on as `exchange.pipeline` does: a bucket begins its rounds, then each one that is under way goes a
+round further, oldest first.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class _OnWire(NamedTuple):
     is_whole: bool  # it is all that its bucket needs
 
 
-class _SimulatedTrip(NamedTuple):
+class _BucketProgress(NamedTuple):
     """A bucket at the pipeline."""
 
     bucket: SimulatedBucket
@@ -82,26 +81,26 @@ class _Job:
         self.begun_s = 0.0
 
 
-def play(
+def simulate(
     compute: Compute, buckets: Sequence[SimulatedBucket], header: Stage, cores: float, overlap: bool
 ) -> list[StepSpan]:
     """The spans of one step; it ends with the last."""
-    return _Play(compute, buckets, header, cores, overlap).run()
+    return _Simulation(compute, buckets, header, cores, overlap).run()
 
 
-class _Play:
+class _Simulation:
     def __init__(
         self, compute: Compute, buckets: Sequence[SimulatedBucket], header: Stage, cores: float, overlap: bool
     ) -> None:
         self._compute, self._buckets, self._header = compute, buckets, header
         self._cores, self._overlap = cores, overlap
-        self._handed_in: deque[SimulatedBucket | None] = deque()  # for the pipeline; None: no more
+        self._submitted: deque[SimulatedBucket | None] = deque()  # for the pipeline; None: no more
         self._to_send: deque[_OnWire] = deque()
         self._arrived = 0
         self._done = False
 
     def run(self) -> list[StepSpan]:
-        jobs = [_Job(actor) for actor in (self._computing(), self._desk(), self._wire())]
+        jobs = [_Job(actor) for actor in (self._computing(), self._code(), self._wire())]
         now, spans = 0.0, list[StepSpan]()
         for job in jobs:
             self._next(job, now)
@@ -127,7 +126,7 @@ class _Play:
         return False
 
     def _pass_time(self, jobs: list[_Job], now: float, spans: list[StepSpan]) -> float:
-        """Until the first of those at work is done."""
+        """Pass time until the first of those at work is done."""
         busy = [job for job in jobs if job.work is not None]
         assert busy, "a step that never ends"
         speeds = fair_speeds([job.work.load for job in busy if job.work is not None], self._cores)
@@ -150,23 +149,23 @@ class _Play:
         for bucket in self._buckets if self._overlap else ():
             yield _Work(max(0.0, bucket.ready_s - passed), 1.0, "compute", "backward")
             passed = max(passed, bucket.ready_s)
-            self._hand_in(bucket)
+            self._submit(bucket)
         yield _Work(max(0.0, self._compute.backward_s - passed), 1.0, "compute", "backward")
         for bucket in () if self._overlap else self._buckets:
-            self._hand_in(bucket)
-        self._handed_in.append(None)
+            self._submit(bucket)
+        self._submitted.append(None)
         header = self._send(self._header, "header")
         yield lambda: header.here[0] and self._arrived == len(self._buckets)
         yield _Work(self._compute.optimizer_s, 1.0, "compute", "optimizer")
         self._done = True
         yield lambda: False
 
-    def _hand_in(self, bucket: SimulatedBucket) -> None:
-        """To the pipeline, or straight to the wire if there is nothing to code."""
+    def _submit(self, bucket: SimulatedBucket) -> None:
+        """Hand a bucket to the pipeline, or straight to the wire if there is nothing to code."""
         if len(bucket.stages) == 1 and bucket.stages[0].on_wire:
             self._send(bucket.stages[0], bucket.label, is_whole=True)
         else:
-            self._handed_in.append(bucket)
+            self._submitted.append(bucket)
 
     def _send(self, stage: Stage, label: str, is_whole: bool = False) -> _OnWire:
         self._to_send.append(_OnWire(stage, label, [False], is_whole))
@@ -180,27 +179,27 @@ class _Play:
             sent.here[0] = True
             self._arrived += sent.is_whole
 
-    def _desk(self) -> _Actor:
-        trips: list[_SimulatedTrip] = []
+    def _code(self) -> _Actor:
+        in_flight: list[_BucketProgress] = []
         while True:
-            yield lambda: bool(self._handed_in)
-            bucket = self._handed_in.popleft()
+            yield lambda: bool(self._submitted)
+            bucket = self._submitted.popleft()
             if bucket is not None:
-                newest = yield from self._further(_SimulatedTrip(bucket))
-                trips = yield from self._all_further(trips)
-                trips += [newest] if newest else []
-            while bucket is None and trips:
-                trips = yield from self._all_further(trips)
+                newest = yield from self._advance(_BucketProgress(bucket))
+                in_flight = yield from self._advance_all(in_flight)
+                in_flight += [newest] if newest else []
+            while bucket is None and in_flight:
+                in_flight = yield from self._advance_all(in_flight)
 
-    def _all_further(self, trips: list[_SimulatedTrip]) -> Generator[_Work | _Until, None, list[_SimulatedTrip]]:
+    def _advance_all(self, in_flight: list[_BucketProgress]) -> Generator[_Work | _Until, None, list[_BucketProgress]]:
         going = []
-        for trip in trips:
-            going.append((yield from self._further(trip)))
-        return [trip for trip in going if trip is not None]
+        for each in in_flight:
+            going.append((yield from self._advance(each)))
+        return [each for each in going if each is not None]
 
-    def _further(self, trip: _SimulatedTrip) -> Generator[_Work | _Until, None, _SimulatedTrip | None]:
-        """One round further; None when it has arrived."""
-        bucket, at, sent = trip
+    def _advance(self, each: _BucketProgress) -> Generator[_Work | _Until, None, _BucketProgress | None]:
+        """Take a bucket one round further; None when it has arrived."""
+        bucket, at, sent = each
         if sent is not None:
             yield lambda: sent.here[0]
         while at < len(bucket.stages) and not bucket.stages[at].on_wire:
@@ -209,7 +208,7 @@ class _Play:
         if at == len(bucket.stages):
             self._arrived += 1
             return None
-        return _SimulatedTrip(bucket, at + 1, self._send(bucket.stages[at], bucket.label))
+        return _BucketProgress(bucket, at + 1, self._send(bucket.stages[at], bucket.label))
 
 
 def fair_speeds(loads: Sequence[float], cores: float) -> list[float]:
@@ -229,7 +228,7 @@ def fair_speeds(loads: Sequence[float], cores: float) -> list[float]:
 
 
 def _marked(spans: list[StepSpan]) -> list[StepSpan]:
-    """In order; what happens on the wire and at the pipeline while computation waits is exposed."""
+    """The spans in order; what is on the wire or coded while computation waits is exposed."""
     computed = sorted((span.start_s, span.stop_s) for span in spans if span.track == "compute")
     waits = [(a[1], b[0]) for a, b in pairwise(computed) if b[0] > a[1]]
     if computed:

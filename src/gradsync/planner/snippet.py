@@ -10,7 +10,7 @@ from gradsync.algorithms.tree import tree
 from gradsync.compress.by_parameter import rule
 from gradsync.compress.toml import MAKERS
 from gradsync.plan import paces
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 
 _NESTEROV = "nesterov"
 # The factories that take arguments: what has its default is not said.
@@ -69,7 +69,7 @@ def _source(value: Any) -> str:
 
 
 def _arguments(recipe: dict[str, Any]) -> list[str]:
-    """Those that do not have their default: the factory's first by its place, the others by name."""
+    """The arguments that do not have their default: the factory's first by its place, the others by name."""
     factory = _FACTORIES.get(recipe["kind"])
     said: list[str] = []
     for place, (name, it) in enumerate(inspect.signature(factory).parameters.items() if factory else ()):

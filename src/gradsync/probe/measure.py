@@ -66,7 +66,7 @@ _LONG_S = 0.1
 Tick = Callable[[str], None]
 
 
-def measure(parent: dist.ProcessGroup, brief: bool = False, tick: Tick | None = None) -> ProbeFindings:
+def measure(parent: dist.ProcessGroup, tick: Tick | None = None, brief: bool = False) -> ProbeFindings:
     """Measure the links and the ranks of a group; every rank calls this at once, and all get the same.
 
     Some ten seconds, or with `brief` one or two. `tick` is told each of the `STAGES` when it is over. Nothing else

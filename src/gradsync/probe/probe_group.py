@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from gradsync.cluster import Hosts
 from gradsync.errors import GradSyncError
-from gradsync.exchange.pinned import HOST, wire_device
+from gradsync.exchange.pinned import HOST, travel_device
 from gradsync.plan.guard import Guard
 from gradsync.transport.groups import BRIDGE, HOUSE, MESSAGES, group_timeout, is_on_host
 from gradsync.transport.lane import NET_S, open_lane
@@ -39,7 +39,7 @@ class Crew:
         self.rank, self.size = lane.groups.rank, lane.groups.size
         self.device = _device(parent)
         self.on_host = is_on_host(parent, self.device.type)
-        self.wire = wire_device(self.device, self.on_host)
+        self.wire = travel_device(self.device, self.on_host)
         firsts = [host[0] for host in lane.hosts]
         lane.groups.add_data(parent, [self.wire.type, MESSAGES], timeout + NET_S)
         lane.groups.add_part(parent, HOUSE, list(self.host), self.wire.type, timeout + NET_S)

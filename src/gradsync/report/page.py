@@ -1,6 +1,6 @@
 """The report as one page of HTML that needs nothing else: no network, no script.
 
-Every text from a run goes through words.py. Sections have fixed ids, so that a live page can swap one for the next.
+Every text from a run goes through `escape`. Sections have fixed ids, so that a live page can swap one for the next.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What torch asks for, as operations of the team: all-reduce, reduce-scatter, all-gather of CPU tensors.
 
-all_reduce        each adds up all of it                              SMALL, STAGED
-reduce_scatter    each adds up the part that is to be its own         SHED
-all_gather        each copies what the others bring, of any dtype     SHARE
+    all_reduce        each adds up all of it                              SMALL, STAGED
+    reduce_scatter    each adds up the part that is to be its own         SHED
+    all_gather        each copies what the others bring, of any dtype     SHARE
 
 A group's operations in shared memory, one after the other in the order in which they were issued.
 
@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from gradsync.errors import Disagreement
+from gradsync.exchange.means import mean_scale
 from gradsync.kernels.library import CODES, Op
 from gradsync.transport.lane import Lane
 from gradsync.transport.pending import ByCaller, ByWorker, Pending
@@ -88,31 +89,33 @@ def _in_memory(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def all_reduce(team: Team, tensor: torch.Tensor, op: ReduceOp) -> TeamOperation:
-    card = _card("", tensor.numel(), tensor.dtype, op.op)
+    signature = _signature("", tensor.numel(), tensor.dtype, op.op)
     return TeamOperation(
-        "all_reduce", team.sum_op(tensor, card, _scale(team, op), in_place=False), tensor, tensor.nbytes
+        "all_reduce", team.sum_op(tensor, signature, _scale(team, op), in_place=False), tensor, tensor.nbytes
     )
 
 
 def reduce_scatter(team: Team, parts: Parts, output: torch.Tensor, op: ReduceOp) -> TeamOperation:
-    card = _card("reduce_scatter of ", output.numel(), output.dtype, op.op)
+    signature = _signature("reduce_scatter of ", output.numel(), output.dtype, op.op)
     inputs = [each.contiguous() for each in ([parts] if isinstance(parts, torch.Tensor) else parts)]
     [flat], after = _room_for([output])
     pointers = _pointers(inputs, team.size)
-    operation = team.shed_op(flat, pointers, card, _scale(team, op))
+    operation = team.shed_op(flat, pointers, signature, _scale(team, op))
     return TeamOperation("reduce_scatter", operation, (flat, inputs, pointers), team.size * flat.nbytes, after)
 
 
 def all_gather(team: Team, parts: Parts, mine: torch.Tensor) -> TeamOperation:
-    card = _card("all_gather of ", mine.numel(), mine.dtype, None)
+    signature = _signature("all_gather of ", mine.numel(), mine.dtype, None)
     own = mine.contiguous()
     flats, after = _room_for([parts] if isinstance(parts, torch.Tensor) else parts)
     pointers = _pointers(flats, team.size)
-    return TeamOperation("all_gather", team.share_op(own, pointers, card), (own, flats, pointers), own.nbytes, after)
+    return TeamOperation(
+        "all_gather", team.share_op(own, pointers, signature), (own, flats, pointers), own.nbytes, after
+    )
 
 
 def _room_for(outputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Callable[[], None]]:
-    """Where the results can be written in one go, and what brings them to their places."""
+    """Memory in which the results can be written in one go, and what brings them to their places."""
     if all(output.is_contiguous() for output in outputs):
         return list(outputs), _nothing
     flats = [torch.empty(output.shape, dtype=output.dtype, device=output.device) for output in outputs]
@@ -134,77 +137,81 @@ def _pointers(tensors: Sequence[torch.Tensor], size: int) -> Pointers:
 
 
 def _scale(team: Team, op: ReduceOp) -> float:
-    return 1.0 / team.size if op.op == dist.ReduceOp.AVG else 1.0
+    return mean_scale(team.size, "mean" if op.op == dist.ReduceOp.AVG else "sum")
 
 
 @lru_cache(maxsize=1024)
-def _card(what: str, numel: int, dtype: torch.dtype, kind: object) -> bytes:
+def _signature(what: str, numel: int, dtype: torch.dtype, kind: object) -> bytes:
     """What ranks compare before they touch anything."""
     adds = "" if kind is None else f" {str(kind).rpartition('.')[2]}"
     return f"{what}{numel} {str(dtype).removeprefix('torch.')}{adds}".encode()
 
 
-class Queue:
+class TeamQueue:
     """What one rank of a group does with the others, all of one host."""
 
     def __init__(self, lane: Lane, team: Team) -> None:
         self.lane = lane
         self.team = team
-        self._turn = threading.Lock()  # threads issue one after the other
-        self._watch = threading.Lock()  # one thread at a time looks after the peers
+        self._issue_lock = threading.Lock()  # threads issue one after the other
+        self._peer_lock = threading.Lock()  # one thread at a time looks after the peers
 
-    def now(self, calls: Sequence[TeamOperation], timeout: float | None) -> None:
+    def now(self, operations: Sequence[TeamOperation], timeout: float | None) -> None:
         """Do these, in place; done when it returns."""
-        with self._turn:
+        with self._issue_lock:
             idle = self.lane.idle
             if idle:
-                self._do(calls, timeout)
+                self._do(operations, timeout)
             else:
-                in_flight = [self._submit(call) for call in calls]
+                in_flight = [self._submit(operation) for operation in operations]
         if not idle:
-            self.settle(calls, in_flight, timeout)
+            self.settle(operations, in_flight, timeout)
 
-    def start(self, calls: Sequence[TeamOperation]) -> list[Pending]:
-        """The same, but only begun."""
-        with self._turn:
-            return [self._submit(call) for call in calls]
+    def start(self, operations: Sequence[TeamOperation]) -> list[Pending]:
+        """Begin these; `settle` waits for what is returned."""
+        with self._issue_lock:
+            return [self._submit(operation) for operation in operations]
 
-    def settle(self, calls: Sequence[TeamOperation], in_flight: Sequence[Pending], timeout: float | None) -> None:
+    def settle(self, operations: Sequence[TeamOperation], in_flight: Sequence[Pending], timeout: float | None) -> None:
         """Wait until all have ended, even if ranks disagree over one; then raise what went wrong."""
         disagreement: Disagreement | None = None
-        for call, pending in zip(calls, in_flight, strict=True):
+        for operation, pending in zip(operations, in_flight, strict=True):
             try:
-                self._settle(call, pending, timeout)
+                self._settle(operation, pending, timeout)
             except Disagreement as error:
                 disagreement = disagreement or error
         if disagreement is not None:
             raise disagreement
 
-    def _settle(self, call: TeamOperation, pending: Pending, timeout: float | None) -> None:
+    def _settle(self, operation: TeamOperation, pending: Pending, timeout: float | None) -> None:
         try:
             if pending.landed(pending.patience_s):
                 self.lane.wait(pending)
             else:
-                with self._watch:
+                with self._peer_lock:
                     self.lane.wait(pending, timeout)
         except Cards as error:
             pending.refuse()
-            raise self._disagreement(call.what, error.cards) from None
+            raise self._disagreement(operation.what, error.cards) from None
         except BaseException as error:
             self.lane.give_up(error)  # Ctrl-C, say: nobody may go on from the middle of it
             raise
-        call.after()
+        operation.after()
 
-    def _do(self, calls: Sequence[TeamOperation], timeout: float | None) -> None:
+    def _do(self, operations: Sequence[TeamOperation], timeout: float | None) -> None:
         """Here, one after the other: each begins when the one before it has ended."""
-        for call in calls:
-            self.lane.session.next_call(call.what, "one")
-        self.settle(calls, [ByCaller(self.team, WORKER, call.op, call.what) for call in calls], timeout)
+        for operation in operations:
+            self.lane.session.next_call(operation.what, "one")
+        self.settle(
+            operations, [ByCaller(self.team, WORKER, operation.op, operation.what) for operation in operations], timeout
+        )
 
-    def _submit(self, call: TeamOperation) -> Pending:
-        self.lane.session.next_call(call.what, "one")
+    def _submit(self, operation: TeamOperation) -> Pending:
+        self.lane.session.next_call(operation.what, "one")
         _ = self.lane.idle  # looks at all that are under way, so that the lane lets go of those nobody waits for
-        return self.lane.follow(ByWorker(self.team, call.op, call.keeps, call.what, call.nbytes, -1))
+        return self.lane.follow(
+            ByWorker(self.team, operation.op, operation.keeps, operation.what, operation.nbytes, -1)
+        )
 
     def _disagreement(self, what: str, cards: list[str]) -> Disagreement:
         ranks = self.lane.global_ranks(list(self.team.members))

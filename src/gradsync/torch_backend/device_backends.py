@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 Kind = dist.ProcessGroup.BackendType
 
 
-class Devices:
+class DeviceBackends:
     """Registers a backend for each device of a group, and of its inner one."""
 
     def __init__(

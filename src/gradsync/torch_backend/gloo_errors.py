@@ -41,12 +41,12 @@ class NamingWork(WrappedWork):
         self._gloo_errors = gloo_errors
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        return self._heard(lambda: self._work.wait(timeout))
+        return self._naming(lambda: self._work.wait(timeout))
 
     def synchronize(self) -> None:
-        self._heard(self._work.synchronize)
+        self._naming(self._work.synchronize)
 
-    def _heard(self, wait: Callable[[], Any]) -> Any:
+    def _naming(self, wait: Callable[[], Any]) -> Any:
         try:
             return wait()
         except RuntimeError as error:

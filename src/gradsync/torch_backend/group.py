@@ -27,17 +27,17 @@ from torch._C._distributed_c10d import (
 )
 
 from gradsync.torch_backend import collectives, tensor_forms
-from gradsync.torch_backend.collectives import Parts, Queue, TeamOperation
-from gradsync.torch_backend.device_backends import Devices
+from gradsync.torch_backend.collectives import Parts, TeamOperation, TeamQueue
+from gradsync.torch_backend.device_backends import DeviceBackends
 from gradsync.torch_backend.gloo_errors import GlooErrors, NamingWork
-from gradsync.torch_backend.works import Completer, Done, IntegerMean, SharedWork
+from gradsync.torch_backend.works import CompletedWork, Completer, IntegerMean, SharedWork
 from gradsync.transport.lane import Lane
 
 Tensors = list[torch.Tensor]
 
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 torch_barrier = dist.monitored_barrier  # before ours takes its place
-_HANDED_ON = (
+_DELEGATED = (
     *("broadcast", "reduce", "gather", "scatter", "barrier", "monitored_barrier", "send", "recv", "recv_anysource"),
     *("allgather_coalesced", "alltoall", "alltoall_base", "all_to_all_single"),
 )
@@ -69,13 +69,13 @@ class GradsyncGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]  # the stubs know only the other way
         self._store = store
         self._inner = dist.ProcessGroup(store, rank, size)
-        self._devices = Devices(self, self._inner, store, gloo, timeout, nccl_options)
+        self._devices = DeviceBackends(self, self._inner, store, gloo, timeout, nccl_options)
         self._gloo = gloo
         self._lane = lane
         self._gloo_errors = GlooErrors(lane) if lane is not None else None
-        self._queue: Queue | None = None
+        self._queue: TeamQueue | None = None
         if lane is not None and lane.one_host and lane.team is not None:
-            self._queue = Queue(lane, lane.team)
+            self._queue = TeamQueue(lane, lane.team)
             self._completer = Completer(lane.hire())
 
     # Sums
@@ -84,7 +84,7 @@ class GradsyncGroup(dist.ProcessGroup):
         """Shared memory for what `dist.all_reduce` and C++ ask for; gloo for the overloads with `op` and `timeout`."""
         if isinstance(tensors, list) and len(tensors) == 1 and isinstance(opts, AllreduceOptions | None) and not others:
             return self._reduce("allreduce", tensors, AllreduceOptions() if opts is None else opts)
-        return self._hand_on("allreduce", (tensors,) if opts is None else (tensors, opts), others)
+        return self._delegate("allreduce", (tensors,) if opts is None else (tensors, opts), others)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
         return self._reduce("allreduce_coalesced", tensors, AllreduceCoalescedOptions() if opts is None else opts)
@@ -97,15 +97,15 @@ class GradsyncGroup(dist.ProcessGroup):
         if self._queue is not None and collectives.summable(tensors, opts.reduceOp):
             made = [collectives.all_reduce(self._queue.team, each, opts.reduceOp) for each in tensors]
             return self._share(self._queue, made, tensors, opts)
-        return self._hand_on(name, (tensors, opts), {})
+        return self._delegate(name, (tensors, opts), {})
 
-    def _share(self, queue: Queue, made: list[TeamOperation], results: list[torch.Tensor], opts: Any) -> dist.Work:
-        """In shared memory."""
+    def _share(self, queue: TeamQueue, made: list[TeamOperation], results: list[torch.Tensor], opts: Any) -> dist.Work:
+        """Do these in shared memory, at once or as a work."""
         asked = opts.timeout.total_seconds()
         limit = asked if asked > 0 else self._limit
         if not opts.asyncOp:
             queue.now(made, limit)
-            return Done(results)
+            return CompletedWork(results)
         return SharedWork(queue, self._completer, made, results, limit)
 
     # Parts: what FSDP sends
@@ -115,7 +115,7 @@ class GradsyncGroup(dist.ProcessGroup):
         queue, size = self._queue, self.size()
         pairs = list(zip(wheres, mines, strict=False))
         if queue is None or len(wheres) != len(mines) or not all(collectives.gatherable(*pair, size) for pair in pairs):
-            return self._hand_on(name, args, {})
+            return self._delegate(name, args, {})
         made = [collectives.all_gather(queue.team, where, mine) for where, mine in pairs]
         results = [each for where in wheres for each in ([where] if isinstance(where, torch.Tensor) else where)]
         return self._share(queue, made, results, AllgatherOptions() if opts is None else opts)
@@ -130,13 +130,13 @@ class GradsyncGroup(dist.ProcessGroup):
             or len(parts) != len(outs)
             or not all(collectives.scatterable(*pair, add, size) for pair in pairs)
         ):
-            return self._hand_on(name, args, {})
+            return self._delegate(name, args, {})
         made = [collectives.reduce_scatter(queue.team, part, out, add) for part, out in pairs]
         return self._share(queue, made, outs, opts)
 
     # All the rest
 
-    def _hand_on(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _delegate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The collective as torch does it, with the dead named."""
         tensor_forms.check(name, args)
         self._devices.complete()
@@ -200,20 +200,20 @@ def _are_integers(tensors: list[torch.Tensor]) -> bool:
     return all(each.dtype in _INTEGERS for each in tensors)
 
 
-def _handed_on(name: str) -> Callable[..., Any]:
+def _delegated(name: str) -> Callable[..., Any]:
     def collective(self: GradsyncGroup, *args: Any, **kwargs: Any) -> Any:
-        return self._hand_on(name, args, kwargs)
+        return self._delegate(name, args, kwargs)
 
     return collective
 
 
 def _gathered(name: str) -> Callable[..., Any]:
-    """Of one tensor, or of a list of them."""
+    """A collective of one tensor, or of a list of them."""
 
     def collective(self: GradsyncGroup, outputs: Any, inputs: Any, opts: Any = None, **others: Any) -> dist.Work:
         args = (outputs, inputs) if opts is None else (outputs, inputs, opts)
         if others or not isinstance(opts, AllgatherOptions | None):  # an overload with a timeout
-            return self._hand_on(name, args, others)
+            return self._delegate(name, args, others)
         if isinstance(outputs, torch.Tensor):
             return self._gather(name, [outputs], [inputs], opts, args)
         return self._gather(name, outputs, inputs if isinstance(inputs, list) else [], opts, args)
@@ -222,12 +222,12 @@ def _gathered(name: str) -> Callable[..., Any]:
 
 
 def _scattered(name: str) -> Callable[..., Any]:
-    """Of one tensor, or of a list of them."""
+    """A collective of one tensor, or of a list of them."""
 
     def collective(self: GradsyncGroup, outputs: Any, inputs: Any, opts: Any = None, **others: Any) -> dist.Work:
         args = (outputs, inputs) if opts is None else (outputs, inputs, opts)
         if others or not isinstance(opts, ReduceScatterOptions | None):  # an overload with an operation and a timeout
-            return self._hand_on(name, args, others)
+            return self._delegate(name, args, others)
         if isinstance(outputs, torch.Tensor):
             single = isinstance(inputs, torch.Tensor)
             return self._scatter(name, [inputs] if single else [], [outputs], opts, args)
@@ -236,7 +236,7 @@ def _scattered(name: str) -> Callable[..., Any]:
     return collective
 
 
-for _names, _make in ((_HANDED_ON, _handed_on), (_GATHERED, _gathered), (_SCATTERED, _scattered)):
+for _names, _make in ((_DELEGATED, _delegated), (_GATHERED, _gathered), (_SCATTERED, _scattered)):
     for _name in _names:
         if _name in vars(dist.ProcessGroup):
             _method = _make(_name)
@@ -247,10 +247,10 @@ for _names, _make in ((_HANDED_ON, _handed_on), (_GATHERED, _gathered), (_SCATTE
 def monitored_barrier(
     group: dist.ProcessGroup | None = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """As torch's own, which refuses every backend that is not called gloo; other groups get torch's own."""
+    """Torch's own refuses every backend that is not called gloo; other groups than ours get torch's own."""
     chosen = dist.group.WORLD if group is None else group
     if not isinstance(chosen, GradsyncGroup):
         torch_barrier(group, timeout, wait_all_ranks)
         return
     limit = timedelta(seconds=chosen._limit) if timeout is None else timeout
-    chosen._hand_on("monitored_barrier", (limit, wait_all_ranks), {})
+    chosen._delegate("monitored_barrier", (limit, wait_all_ranks), {})

@@ -28,7 +28,7 @@ def open_group(options: Any, backend_options: Any) -> GradsyncGroup:
 
 
 def _open_lane(options: Any) -> Lane:
-    """Who shares a host, their team, and an eye on everybody.
+    """The lane of a group: who shares a host, their team, and heartbeats.
 
     The ranks talk over the group's own gloo: nobody else can use it yet.
     """

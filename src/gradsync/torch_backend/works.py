@@ -1,8 +1,7 @@
 """What a collective hands back: a `Work` of torch, for Python and for C++ alike.
 
 Note [Futures]
-    C++ (DDP's reducer, say) waits for a future of torch, which somebody must complete: a thread of ours, in
-    the order
+    C++ (DDP's reducer, say) waits for a future of torch, which somebody must complete: a thread of ours, in the order
     of issue, as soon as one was asked for. It needs the interpreter for a moment, which whoever waits in C++ has given
     up. If it runs a callback that itself asks for a future, as PowerSGD's hook does, it completes that one on the spot:
     nobody else would.
@@ -11,8 +10,6 @@ Note [Errors in backward]
     A future that fails reaches C++ as a RuntimeError with our text but not our type. So a sum whose future is asked for
     during backward is also waited for at the end of backward, by a callback that comes before DDP's own: what
     `backward()` raises is then `gs.PeerLost` itself.
-
-A work around another: all that is not said otherwise is the other's own.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ import torch.distributed as dist
 from torch.autograd import Variable
 
 from gradsync.errors import SyncTimeout
-from gradsync.torch_backend.collectives import Queue, TeamOperation
+from gradsync.torch_backend.collectives import TeamOperation, TeamQueue
 from gradsync.transport.awake_clock import Awake
 from gradsync.transport.lane_thread import LaneThread
 from gradsync.transport.pending import Errand
@@ -79,7 +76,7 @@ class WrappedWork(dist.Work):
         self._work.block_current_stream()
 
 
-class Done(dist.Work):
+class CompletedWork(dist.Work):
     """What was done before its work was handed back."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -114,7 +111,7 @@ class SharedWork(dist.Work):
 
     def __init__(
         self,
-        queue: Queue,
+        queue: TeamQueue,
         completer: Completer,
         calls: Sequence[TeamOperation],
         tensors: Sequence[torch.Tensor],
@@ -130,7 +127,7 @@ class SharedWork(dist.Work):
         self._lock = threading.Lock()  # whoever comes first settles, the others learn how it went
         self._settled = False
         self._error: BaseException | None = None
-        self._told = False
+        self._future_completed = False
         self._bare = torch.futures.Future[Any]()
         self._future: torch.futures.Future[Any] | None = None
 
@@ -145,7 +142,7 @@ class SharedWork(dist.Work):
         finally:
             self._lock.release()
         if self._future is not None:
-            self._tell(self._future)
+            self._complete_future(self._future)
         if self._error is not None:
             raise self._error
         return True
@@ -201,9 +198,9 @@ class SharedWork(dist.Work):
         with contextlib.suppress(RuntimeError):
             self.wait()
 
-    def _tell(self, future: torch.futures.Future[Any]) -> None:
+    def _complete_future(self, future: torch.futures.Future[Any]) -> None:
         with self._lock:
-            mine, self._told = not self._told, True
+            mine, self._future_completed = not self._future_completed, True
         if mine:
             self._bare.set_result(self._tensors if self._error is None else self._error)
         else:

@@ -54,13 +54,13 @@ class BucketTimes(NamedTuple):
 
 
 def arrived_by(bucket: BucketTimes) -> float | None:
-    """When it was there; where nobody was told (under stock DDP), when the wait for it was over at the latest."""
+    """The time at which a bucket was back; where nobody was told (stock DDP), the end of the wait for it."""
     return bucket.wait_to if bucket.done is None else bucket.done
 
 
 @dataclass(frozen=True, slots=True)
 class RunHeader:
-    """Who writes."""
+    """The rank that writes, and its run."""
 
     kind: ClassVar[str] = "run"
     rank: int
@@ -86,7 +86,7 @@ class RunHeader:
 
 
 class BucketPlan(NamedTuple):
-    """What shares a bucket."""
+    """The parameters that share a bucket."""
 
     bucket: int
     parameters: list[int]
@@ -105,7 +105,7 @@ class BucketLayout:
 
 @dataclass(slots=True)  # not frozen: there is one in every step, and to freeze it takes three times as long
 class StepLine:
-    """From the end of one synchronization to the end of the next."""
+    """One step, from the end of one synchronization to the end of the next."""
 
     kind: ClassVar[str] = "step"
     step: int
@@ -147,7 +147,7 @@ class ClockShift:
 
 
 class SocketLine(NamedTuple):
-    """One connection, since the last time."""
+    """What one connection carried since the last line."""
 
     peer: int | None  # its rank, where known
     address: str
@@ -177,7 +177,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class PlanChoice:
-    """From this step on `gs.auto()` runs with this plan."""
+    """The plan with which `gs.auto()` runs from this step on."""
 
     kind: ClassVar[str] = "choice"
     step: int

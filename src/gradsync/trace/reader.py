@@ -182,7 +182,7 @@ def _is_possible(run: RunHeader) -> bool:
 
 
 def _last_run(traces: dict[int, RankTrace]) -> dict[int, RankTrace]:
-    """Those of the run that began last: a folder may have been used before, by more ranks."""
+    """The traces of the run that began last: a folder may have been used before, by more ranks."""
     if not traces:
         return {}
     last = max(traces.values(), key=lambda trace: trace.run.started).run.id
@@ -246,7 +246,7 @@ def _decoded(lines: Iterable[bytes]) -> Iterator[str]:
 
 
 def _identity_if_readable(path: Path) -> bytes:
-    """Of a file without which the rest can be told all the same."""
+    """The identity of a file without which the rest can be told too."""
     try:
         return _identity(path)
     except OSError:
@@ -254,7 +254,7 @@ def _identity_if_readable(path: Path) -> bytes:
 
 
 def _identity(path: Path) -> bytes:
-    """The same for one file while it grows, and also once it has another name; nothing if there is none.
+    """What is equal for one file while it grows, and also once it has another name; nothing if there is none.
 
     A new file may get the number of one that was removed: so its header, which says when it began, is part of it.
     """

@@ -14,12 +14,23 @@ import torch
 from gradsync.trace.timers import Moment
 
 
-class Travelled(Protocol):
+class TimedCollective(Protocol):
     """What a collective leaves behind; times in seconds of the monotonic clock, 0.0 where nobody knows."""
 
     launched_at: float
     finished_at: float
     nbytes: int
+
+
+class Synchronized(Protocol):
+    """What one synchronization brought."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def in_flight(self) -> Sequence[TimedCollective]: ...
+    @property
+    def held_up_by(self) -> str | None: ...
 
 
 @dataclass(slots=True)
@@ -48,7 +59,7 @@ class Recorder:
         self._wait_start: float | None = None
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self.count = 0
-        self._told: list[Callable[[StepRecord], None]] = []  # of every record, when it is closed
+        self._listeners: list[Callable[[StepRecord], None]] = []  # of every record, when it is closed
 
     def start_waiting(self, on_device: bool) -> None:
         """Backward has computed everything: from here on, time is exposed.
@@ -86,21 +97,27 @@ class Recorder:
         self._last_end = now
         self._wait_start = None
         self.count += 1
-        for tell in self._told:
+        for tell in self._listeners:
             tell(record)
 
     def tell(self, hear: Callable[[StepRecord], None]) -> None:
         """Tell this one of every record from now on."""
-        self._told.append(hear)
+        self._listeners.append(hear)
 
     def continue_from(self, other: Recorder) -> None:
         """Count on where that one was."""
         self.count = other.count
 
-    def finish(self, step: int, in_flight: Sequence[Travelled], held_up_by: str | None) -> None:
-        """Likewise, from what travelled."""
+    def finish(
+        self, step: int, in_flight: Sequence[TimedCollective], held_up_by: str | None = None, sent_nbytes: int = 0
+    ) -> None:
+        """Close the record from what the collectives left behind."""
         spans = [(each.launched_at, each.finished_at) for each in in_flight if each.finished_at]
-        self.finish_step(step, spans, sum(each.nbytes for each in in_flight), len(in_flight), held_up_by)
+        self.finish_step(step, spans, sum(each.nbytes for each in in_flight), len(in_flight), held_up_by, sent_nbytes)
+
+    def finish_synchronization(self, brought: Synchronized) -> None:
+        """Close the record of a step of the engine."""
+        self.finish(brought.step, brought.in_flight, brought.held_up_by)
 
     def records(self) -> list[StepRecord]:
         """The last steps, oldest first; times on a device are filled in where they are known."""

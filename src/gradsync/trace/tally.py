@@ -25,7 +25,7 @@ class CodecSpan(NamedTuple):
 
 @dataclass(slots=True)
 class CodecTally:
-    """One compressor's."""
+    """What one compressor cost and saved."""
 
     way: str = ""  # how its payloads travelled last
     steps: int = 0
@@ -78,11 +78,11 @@ class Tally:
     """All compressors of a plan, and the last audit."""
 
     def __init__(self) -> None:
-        self.accounts: dict[str, CodecTally] = {}
+        self.codecs: dict[str, CodecTally] = {}
         self._audit: tuple[int, torch.Tensor] | None = None  # the step, and Σ a², Σ b², Σ ab, Σ (a − b)²
 
-    def account(self, label: str) -> CodecTally:
-        return self.accounts.setdefault(label, CodecTally())
+    def codec(self, label: str) -> CodecTally:
+        return self.codecs.setdefault(label, CodecTally())
 
     def audit(self, step: int, averaged: torch.Tensor, exact: torch.Tensor) -> None:
         """Compare what compression made of a bucket with the exact mean; buckets of one step are added up."""
@@ -93,16 +93,16 @@ class Tally:
         self._audit = (step, sums)
 
     def stats(self) -> dict[str, float | int | str | None]:
-        """Flat: means per step of each compressor, and what the last audit found."""
+        """Means per step of each compressor as a flat dict, and what the last audit found."""
         result: dict[str, float | int | str | None] = {}
-        for label, account in list(self.accounts.items()):
-            account.settle()
-            steps = max(1, account.steps)
-            result[f"{label}.way"] = account.way
-            result[f"{label}.ratio"] = account.raw_nbytes / account.payload_nbytes if account.payload_nbytes else None
-            result[f"{label}.sent_nbytes"] = round(account.sent_nbytes / steps)
-            result[f"{label}.encode_s"] = account.encode_s / steps
-            result[f"{label}.decode_s"] = account.decode_s / steps
+        for label, codec in list(self.codecs.items()):
+            codec.settle()
+            steps = max(1, codec.steps)
+            result[f"{label}.way"] = codec.way
+            result[f"{label}.ratio"] = codec.raw_nbytes / codec.payload_nbytes if codec.payload_nbytes else None
+            result[f"{label}.sent_nbytes"] = round(codec.sent_nbytes / steps)
+            result[f"{label}.encode_s"] = codec.encode_s / steps
+            result[f"{label}.decode_s"] = codec.decode_s / steps
         if self._audit is not None:
             ours, exact, product, error = self._audit[1].tolist()
             result["audit_step"] = self._audit[0]

@@ -1,8 +1,7 @@
 """Moments, and when they were: on the host a number, on a GPU an event that the stream will pass.
 
-Nobody waits for an event: a step's line is written when the last of its events has passed.
-
-Our parts of a step by name in `torch.profiler`; nothing, and no cost, while it does not run.
+Nobody waits for an event: a step's line is written when the last of its events has passed. In `torch.profiler` our
+parts of a step have names (`span`), which cost nothing while it does not run.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class DeviceTimer:
 
 
 def timer_for(devices: set[torch.device]) -> Timer:
-    """That of the one GPU that these are; with several, or none, the host's."""
+    """The timer of the one GPU that these are; with several, or none, the host's."""
     first, *others = sorted(devices, key=str) or [torch.device("cpu")]
     return DeviceTimer(first) if first.type == "cuda" and not others else HostTimer()
 

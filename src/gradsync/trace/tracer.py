@@ -5,8 +5,12 @@
                 │       └ the root forward begins
                 └ or, where the loader is ours, exactly from next() to its return
 
-What comes between (logging, zero_grad) is no phase. Of some steps every bucket and gradient is kept: the first, later
-one of each ten (`detail`).
+What comes between (logging, zero_grad) is no phase. Of some steps every bucket and gradient is kept, on all ranks of
+the same and in step with nothing: every tenth would coincide with whatever training does every 10, 20 or 100 steps
+(validation, a checkpoint, a log line). A hash needs no state, and all ranks choose alike.
+
+    steps      0 … 49   │ 50 … 59    │ 60 … 69    │ 70 … 79    │ 80 … 89    │
+    detailed   all      │ •          │    •       │ •          │          • │   one of each ten, by a hash
 """
 
 from __future__ import annotations
@@ -17,9 +21,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from gradsync.trace.detail import FIRST, is_detailed, is_rare
 from gradsync.trace.flight import Flight
-from gradsync.trace.flight import Moment as Flown
+from gradsync.trace.flight import Moment as FlightMoment
 from gradsync.trace.lines import BucketTimes, Error, Health, Line, RankEnd, Stats, StepLine, StepPart, Value
 from gradsync.trace.recorder import StepRecord
 from gradsync.trace.tally import CodecSpan
@@ -36,7 +39,7 @@ Report = Callable[[], dict[str, Value]]
 
 
 @dataclass(slots=True)
-class BucketTrip:
+class BucketMoments:
     """A bucket's way through a step, as it happens."""
 
     bucket: int
@@ -48,19 +51,23 @@ class BucketTrip:
     done: Moment | None = None
     spans: list[CodecSpan] = field(default_factory=list)
 
-    def waited(self, begin: Moment | None, end: Moment | None) -> None:
-        """It was waited for in this time."""
-        self.wait_from, self.wait_to = begin, end
+    def wait_begins(self, now: Moment | None) -> None:
+        """The training thread comes to wait for it."""
+        self.wait_from = now
+
+    def wait_ends(self, now: Moment | None, done: Moment | None = None) -> None:
+        """The wait for it is over; `done`: when it was there, if that is known."""
+        self.wait_to, self.done = now, done
 
 
 @dataclass(slots=True)
-class Draft:
+class OpenStep:
     """A step whose moments are noted, and not read yet."""
 
     at: Moment
     phases: list[tuple[str, Moment, Moment]] = field(default_factory=list)
     gradients: list[tuple[int, Moment]] = field(default_factory=list)
-    trips: list[BucketTrip] = field(default_factory=list)
+    buckets: list[BucketMoments] = field(default_factory=list)
     header: tuple[Moment, Moment] | None = None
     comm_s: float = 0.0
     nbytes: int = 0
@@ -85,15 +92,15 @@ class Tracer:
         self.count = 0
         self.step = 0  # the synchronization under way
         self._flight = flight
-        self._note = _nowhere if flight is None else flight.note  # a dozen times a step: no call in between
-        self._pending: deque[Draft] = deque()
+        self._note = _no_flight if flight is None else flight.note  # a dozen times a step: no call in between
+        self._pending: deque[OpenStep] = deque()
         self._closed = False
         self._flush_at = 0.0
         self._cheap = isinstance(timer, HostTimer)
         self._begin(timer.now())
 
     def _begin(self, at: Moment) -> None:
-        self._draft = Draft(at)
+        self._open = OpenStep(at)
         self._idle_since = at
         self._forward_at: Moment | None = None
         self._backward_at: Moment | None = None
@@ -103,33 +110,33 @@ class Tracer:
         self.each_gradient = self.detailed and (self._cheap or self.count == 0 or is_rare(self.step))
 
     def detail(self) -> Moment | None:
-        """Now, on a detailed step."""
+        """The moment now, on a detailed step."""
         return self.timer.now() if self.detailed else None
 
     # The moments, in the order of a step
 
     def optimizer_begins(self) -> None:
         self._optimizer_at = self.timer.now()
-        self._note(self.step, Flown.OPTIMIZER)
+        self._note(self.step, FlightMoment.OPTIMIZER)
 
     def optimizer_ends(self) -> None:
         if self._optimizer_at is not None:
             self._idle_since = self.timer.now()
-            self._draft.phases.append(("optimizer", self._optimizer_at, self._idle_since))
+            self._open.phases.append(("optimizer", self._optimizer_at, self._idle_since))
             self._optimizer_at = None
-            self._note(self.step, Flown.STEPPED)
+            self._note(self.step, FlightMoment.STEPPED)
 
     def input_begins(self) -> Moment:
-        self._note(self.step, Flown.INPUT)
+        self._note(self.step, FlightMoment.INPUT)
         return self.timer.now()
 
     def input_ends(self, begun: Moment) -> None:
         """A batch is here: from now on input is what the loader took, and nothing else."""
-        self._draft.phases.append(("input", begun, self.timer.now()))
-        self._draft.exact_input = True
+        self._open.phases.append(("input", begun, self.timer.now()))
+        self._open.exact_input = True
 
     def data(self, batches: Iterable[T]) -> Iterator[T]:
-        """The same batches, each with the time that it took to come."""
+        """These batches, each with the time that it took to come."""
         source = iter(batches)
         while True:
             begun = self.input_begins()
@@ -144,63 +151,63 @@ class Tracer:
         if self._forward_at is not None:
             return  # one more before backward
         self._forward_at = self.timer.now()
-        if not self._draft.exact_input:
-            self._draft.phases.append(("input", self._idle_since, self._forward_at))
-        self._note(self.step, Flown.FORWARD)
+        if not self._open.exact_input:
+            self._open.phases.append(("input", self._idle_since, self._forward_at))
+        self._note(self.step, FlightMoment.FORWARD)
 
     def backward_begins(self) -> None:
         self._backward_at = self.timer.now()
         if self._forward_at is not None:
-            self._draft.phases.append(("forward", self._forward_at, self._backward_at))
+            self._open.phases.append(("forward", self._forward_at, self._backward_at))
             self._forward_at = None
-        self._note(self.step, Flown.BACKWARD)
+        self._note(self.step, FlightMoment.BACKWARD)
 
     def arrived(self, index: int) -> None:
         """A parameter's gradient is there; told only while `each_gradient`."""
-        self._draft.gradients.append((index, self.timer.now()))
+        self._open.gradients.append((index, self.timer.now()))
 
     def left(self, bucket: int) -> None:
-        self._note(self.step, Flown.BUCKET_LEFT, bucket)
+        self._note(self.step, FlightMoment.BUCKET_LEFT, bucket)
 
     def backward_ends(self) -> None:
         self._idle_since = self.timer.now()
         if self._backward_at is not None:
-            self._draft.phases.append(("backward", self._backward_at, self._idle_since))
+            self._open.phases.append(("backward", self._backward_at, self._idle_since))
             self._backward_at = None
-        self._note(self.step, Flown.COMPUTED)
+        self._note(self.step, FlightMoment.COMPUTED)
 
     def waiting(self, bucket: int) -> None:
-        self._note(self.step, Flown.WAITING, bucket)
+        self._note(self.step, FlightMoment.WAITING, bucket)
 
     def waited(self, record: StepRecord) -> None:
         """A synchronization's record is closed."""
-        draft = self._draft
+        open_step = self._open
         if record.waited is not None:
-            draft.phases.append(("wait", *record.waited))
-        draft.comm_s += record.comm_s
-        draft.nbytes += record.nbytes
-        draft.sent_nbytes += record.sent_nbytes
-        draft.held_up_by = record.held_up_by
+            open_step.phases.append(("wait", *record.waited))
+        open_step.comm_s += record.comm_s
+        open_step.nbytes += record.nbytes
+        open_step.sent_nbytes += record.sent_nbytes
+        open_step.held_up_by = record.held_up_by
         self._idle_since = self.timer.now()
 
     def over(
         self,
         step: int,
         counts: bool,
-        trips: Iterable[BucketTrip] = (),
+        buckets: Iterable[BucketMoments] = (),
         header: tuple[Moment, Moment] | None = None,
         sent_nbytes: int | None = None,
         raw_nbytes: int | None = None,
     ) -> None:
         """The step is over, and the next begins; `raw_nbytes`: what its gradients take, if not `nbytes`."""
-        draft, end = self._draft, self.timer.now()
-        draft.step, draft.end, draft.counts, draft.detailed = step, end, counts, self.detailed
-        draft.trips, draft.header = list(trips), header
+        open_step, end = self._open, self.timer.now()
+        open_step.step, open_step.end, open_step.counts, open_step.detailed = step, end, counts, self.detailed
+        open_step.buckets, open_step.header = list(buckets), header
         if sent_nbytes is not None:
-            draft.sent_nbytes = sent_nbytes
-        draft.raw_nbytes = draft.nbytes if raw_nbytes is None else raw_nbytes
-        self._note(self.step, Flown.AVERAGED)
-        self._pending.append(draft)
+            open_step.sent_nbytes = sent_nbytes
+        open_step.raw_nbytes = open_step.nbytes if raw_nbytes is None else raw_nbytes
+        self._note(self.step, FlightMoment.AVERAGED)
+        self._pending.append(open_step)
         self.count += 1
         self.step = step + 1
         if len(self._pending) >= _AT_ONCE or time.perf_counter() >= self._flush_at:
@@ -224,7 +231,7 @@ class Tracer:
 
     def error(self, error: BaseException, ranks: Iterable[int], bucket: int | None = None) -> None:
         """Synchronization failed: what was under way is told as far as it came."""
-        self._note(self.step, Flown.FAILED, -1 if bucket is None else bucket)
+        self._note(self.step, FlightMoment.FAILED, -1 if bucket is None else bucket)
         self._flush()
         self.writer.write(Error(self.step, type(error).__name__, list(ranks), bucket, str(error)))
 
@@ -234,62 +241,62 @@ class Tracer:
             return
         self._closed = True
         self._flush()
-        self._note(self.step, Flown.LEFT)
+        self._note(self.step, FlightMoment.LEFT)
         self.writer.write(Stats(self.step, self.stats()))
         self.writer.write(RankEnd(self.step, why))
         self.writer.close()
         if self._flight is not None:
             self._flight.close()
-            self._flight, self._note = None, _nowhere
+            self._flight, self._note = None, _no_flight
 
     def _flush(self) -> None:
         """Write the steps that are known by now; what a device has not passed waits, but not for ever."""
         self._flush_at = time.perf_counter() + _FLUSH_S
         lines = []
         while self._pending and self.timer.passed(self._pending[0].end):
-            draft = self._pending.popleft()
-            lines.append(_line(draft, self.timer))
-            self.timer.rebase(draft.end)
+            open_step = self._pending.popleft()
+            lines.append(_line(open_step, self.timer))
+            self.timer.rebase(open_step.end)
         if lines:
             self.writer.write(*lines)
         while len(self._pending) > _MOST_PENDING:
             self._pending.popleft()
 
 
-def _nowhere(step: int, moment: Flown, bucket: int = -1) -> None: ...
+def _no_flight(step: int, moment: FlightMoment, bucket: int = -1) -> None: ...
 
 
-def _line(draft: Draft, timer: Timer) -> StepLine:
+def _line(open_step: OpenStep, timer: Timer) -> StepLine:
     read = timer.read
-    at = read(draft.at)
-    line = StepLine(draft.step, at, read(draft.end) - at, _in_order(draft.phases, at, read))
+    at = read(open_step.at)
+    line = StepLine(open_step.step, at, read(open_step.end) - at, _in_order(open_step.phases, at, read))
     for phase in line.phases:
         if phase[0] == "wait":
             line.exposed_s += phase[2] - phase[1]
-    line.comm_s = draft.comm_s
-    line.nbytes, line.raw_nbytes, line.sent_nbytes = draft.nbytes, draft.raw_nbytes, draft.sent_nbytes
-    line.counts, line.held_up_by, line.exact_input = draft.counts, draft.held_up_by, draft.exact_input
-    if draft.trips:
-        spans = [span for trip in draft.trips for span in trip.spans]
+    line.comm_s = open_step.comm_s
+    line.nbytes, line.raw_nbytes, line.sent_nbytes = open_step.nbytes, open_step.raw_nbytes, open_step.sent_nbytes
+    line.counts, line.held_up_by, line.exact_input = open_step.counts, open_step.held_up_by, open_step.exact_input
+    if open_step.buckets:
+        spans = [span for bucket in open_step.buckets for span in bucket.spans]
         line.encode_s, line.decode_s = (_seconds(spans, what, timer) for what in ("encode_s", "decode_s"))
-    if draft.detailed:
-        line.buckets, line.gradients, line.header = _details(draft, timer, at)
+    if open_step.detailed:
+        line.buckets, line.gradients, line.header = _details(open_step, timer, at)
     return line
 
 
 def _details(
-    draft: Draft, timer: Timer, at: float
+    open_step: OpenStep, timer: Timer, at: float
 ) -> tuple[list[BucketTimes] | None, list[tuple[int, float]] | None, tuple[float, float] | None]:
     read = timer.read
 
     def offset(moment: Moment | None) -> float | None:
         return None if moment is None else read(moment) - at
 
-    buckets = [_times(trip, timer, offset) for trip in draft.trips] or None
-    gradients = [(index, read(moment) - at) for index, moment in draft.gradients] or None
-    if draft.header is None:
+    buckets = [_times(bucket, timer, offset) for bucket in open_step.buckets] or None
+    gradients = [(index, read(moment) - at) for index, moment in open_step.gradients] or None
+    if open_step.header is None:
         return buckets, gradients, None
-    return buckets, gradients, (read(draft.header[0]) - at, read(draft.header[1]) - at)
+    return buckets, gradients, (read(open_step.header[0]) - at, read(open_step.header[1]) - at)
 
 
 def _in_order(
@@ -311,14 +318,48 @@ def _in_order(
     return ordered
 
 
-def _times(trip: BucketTrip, timer: Timer, offset: Callable[[Moment | None], float | None]) -> BucketTimes:
-    encoded = next((span.stop for span in trip.spans if span.what == "encode_s"), trip.launched)
+def _times(bucket: BucketMoments, timer: Timer, offset: Callable[[Moment | None], float | None]) -> BucketTimes:
+    encoded = next((span.stop for span in bucket.spans if span.what == "encode_s"), bucket.launched)
     return BucketTimes(
-        trip.bucket, offset(trip.ready), offset(trip.launched), offset(encoded), offset(trip.done),
-        offset(trip.wait_from), offset(trip.wait_to), trip.nbytes,
-        _seconds(trip.spans, "encode_s", timer), _seconds(trip.spans, "decode_s", timer),
+        bucket.bucket, offset(bucket.ready), offset(bucket.launched), offset(encoded), offset(bucket.done),
+        offset(bucket.wait_from), offset(bucket.wait_to), bucket.nbytes,
+        _seconds(bucket.spans, "encode_s", timer), _seconds(bucket.spans, "decode_s", timer),
     )  # fmt: skip
 
 
 def _seconds(spans: Iterable[CodecSpan], what: str, timer: Timer) -> float:
     return sum([timer.read(span.stop) - timer.read(span.start) for span in spans if span.what == what])
+
+
+FIRST = 50  # steps after attach: all of them
+ONE_IN = 10
+
+_MASK = (1 << 64) - 1
+_OF_GRADIENTS = 0x5851F42D  # so that the tens are chosen apart from the steps in them
+
+
+def is_detailed(step: int) -> bool:
+    """One step of each ten.
+
+    >>> [step for step in range(50, 110) if is_detailed(step)]
+    [50, 63, 70, 89, 90, 101]
+    """
+    return step % ONE_IN == _spread(step // ONE_IN) % ONE_IN
+
+
+def is_rare(step: int) -> bool:
+    """One step of each hundred, and a detailed one: for what is too dear for one in ten.
+
+    >>> [step for step in range(1000) if is_rare(step)][:5]
+    [5, 194, 260, 391, 400]
+    """
+    ten = step // ONE_IN
+    return is_detailed(step) and ten % ONE_IN == _spread(ten // ONE_IN + _OF_GRADIENTS) % ONE_IN
+
+
+def _spread(number: int) -> int:
+    """Neighbours become numbers that have nothing to do with each other (the finalizer of splitmix64)."""
+    mixed = (number + 1) * 0x9E3779B97F4A7C15 & _MASK
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
+    return mixed ^ mixed >> 31

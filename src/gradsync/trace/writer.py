@@ -37,7 +37,7 @@ class Writer:
         self.write(run)
 
     def write(self, *lines: Line) -> None:
-        """More lines, at once; nothing if the file is closed, or in a forked child."""
+        """Write lines at once; nothing if the file is closed, or in a forked child."""
         for line in lines:
             if isinstance(line, BucketLayout | ClockShift | PlanChoice):
                 self._opening[type(line)] = line

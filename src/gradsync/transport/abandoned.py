@@ -39,7 +39,7 @@ class AbandonedLane:
         return all(pending.landed(0) for pending in list(self.under_way))
 
     def wind_up(self) -> None:
-        """Nccl's groups stay: whether something of theirs is under way, only a stream knows."""
+        """End what is under way, and close groups at rest; NCCL's stay, as only a stream knows whether they are."""
         _end(self)
         if self.groups.on_host and self.at_rest:
             self.groups.close()

@@ -22,9 +22,10 @@ MOST_S = 1.0  # that may pass between two looks
 class Awake:
     """A bound in seconds of time awake, counted from now; look at it several times a second."""
 
-    def __init__(self, seconds: float = float("inf")) -> None:
+    def __init__(self, seconds: float = float("inf"), before: float = 0.0) -> None:
+        """`before`: seconds that count already."""
         self.seconds = seconds
-        self.passed = 0.0
+        self.passed = before
         self._last = time.monotonic()
         self._looking = threading.Lock()
 

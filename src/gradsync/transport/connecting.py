@@ -89,7 +89,7 @@ class Attempt(Promise, Generic[T]):
             self._others = None
 
     def give_up(self) -> None:
-        """See [Ending a constructor]."""
+        """End the attempt, whatever the thread waits for: see [Ending a constructor]."""
         self._given_up = True
         if not self.landed(2 * _LAST_PAUSE_S):
             self._break_off()

@@ -14,7 +14,7 @@ Note [Groups outlive the interpreter]
     the group's timeout. A rank that raises in the middle of a step would then hang at interpreter exit
     while the others wait for it. So each backend carries one reference that is given back only by
     `Groups.close()`, after everything under way has ended; without it the process just exits. What is
-    still under way then is ended by cutting our own connections: see `wires`.
+    still under way then is ended by cutting our own connections: see `sockets`.
 
 Note [Gloo's own time-out]
     It counts the time that passed, in C: after a job was stopped as a whole for longer, gloo gives up on waking, and
@@ -217,7 +217,7 @@ class Groups:
         return self._connect(make)
 
     def _connect(self, make: Callable[[Attempt[T]], T]) -> T:
-        """What is made by a thread: see `connecting`."""
+        """Make something in a thread, see `connecting`, and know the connections that came with it."""
         before = connections()
         made = self.connect(make, "the making of connections")
         self.wires.update(connections() - before)
@@ -245,7 +245,7 @@ def make_groups(parent: dist.ProcessGroup) -> Groups:
 
 
 def group_of(parent: dist.ProcessGroup) -> Groups:
-    """Who is in it, before any channel is made."""
+    """The members of `parent`, before any channel is made."""
     ranks = tuple(dist.get_process_group_ranks(parent))
     return Groups(dist.get_rank(parent), len(ranks), ranks)
 
@@ -278,7 +278,7 @@ def fresh_prefix(store: Store, ranks: Sequence[int], rank: int) -> Store:
 
 
 def give_prefix_back(store: Store, ranks: Sequence[int], rank: int) -> None:
-    """The others did not count this attempt."""
+    """Take back an attempt that the other ranks did not count."""
     store.add(f"{_home(ranks)}/{rank}", -1)
 
 

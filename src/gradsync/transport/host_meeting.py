@@ -48,7 +48,7 @@ def host_identity() -> str:
 
 
 def kernel_identity() -> str:
-    """The same, but only as the kernel tells: in two such processes a number means the same process."""
+    """Equal in two processes iff the kernel shows both the same pids: then a number means the same process in both."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net")]

@@ -80,7 +80,7 @@ class Lane:
         self._lane_threads = [LaneThread()]
         self._notice: Notice | None = None  # the last one
         self._within_hosts: list[Team] = []  # our team, where there is one
-        self._boards = True  # messages to all go by the team's, on which one must be read before the next
+        self._boards: Team | None = None  # by whose boards messages to all go: one must be read before the next
         self._wait = LaneWait(session, guard.warn_after, self._under_way, self._within_hosts, more_time)
         self.has_library = True  # the C library, on every rank
         self.lacks = ""  # why there is no team though ranks share a host
@@ -96,7 +96,7 @@ class Lane:
 
     @property
     def step(self) -> int:
-        """The session's."""
+        """The step at which the session is."""
         return self.session.step
 
     # The beginning
@@ -113,7 +113,7 @@ class Lane:
             raise
 
     def connect(self, make: Callable[[Attempt[T]], T], what: str, timeout: float | None = None) -> T:
-        """What `make` makes in a thread, which meanwhile may wait for others: see `connecting`."""
+        """Run `make` in a thread, which may wait for other ranks, and return what it made: see `connecting`."""
         attempt = Attempt(make, what)
         try:
             attempt.start()
@@ -166,6 +166,9 @@ class Lane:
             self._within_hosts.append(Team(lambda row: _held(ours)(row), mine, self.groups.rank, pidfds, board_nbytes))
         except NotEnoughMemory as error:
             self.lacks = str(error)
+            return
+        if self.one_host:
+            self._boards = self.team
 
     # Launching
 
@@ -216,16 +219,16 @@ class Lane:
 
     def tell_all(self, row: torch.Tensor, rows: torch.Tensor, what: str) -> Pending:
         """Start filling `rows` with every rank's `row`, by the fastest way there is."""
-        if self._boards and self.one_host and self._within_hosts[0].fits(row):
+        if self._boards is not None and self._boards.fits(row):
             if self._notice is not None:
                 self.wait(self._notice)  # the boards hold one message: who sends the next has read the last
-            self._notice = Notice(self._within_hosts[0], row, rows, what)
+            self._notice = Notice(self._boards, row, rows, what)
             return self.follow(self._notice)
         return self.launch(lambda: self.groups.control.gather(rows, row), what, row.numel())
 
     def tell_several_at_once(self) -> None:
         """Messages to all will be under way together, so not by the boards; every rank of the group calls this."""
-        self._boards = False
+        self._boards = None
 
     def exchange(self, mine: bytes, what: str = "the agreement between the ranks") -> list[bytes]:
         """Every rank's bytes; all must bring equally many."""

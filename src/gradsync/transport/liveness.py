@@ -199,7 +199,7 @@ class Liveness:
         self.heartbeat.close()
 
     def _look(self, remote_silent_after: float) -> dict[int, Sight]:
-        """As `sights`, with another bound for those whose death nobody here can see."""
+        """Every other rank as it is just now, with a bound for those whose death nobody here can see."""
         if self._closed:
             return {}
         keeper = self._store_keeper() if self._mailbox and self._mailbox.mute_s >= remote_silent_after else None
@@ -212,7 +212,7 @@ class Liveness:
         return sights
 
     def _speak_for_the_held(self, mailbox: Mailbox) -> None:
-        """See [Late is not dead]."""
+        """Leave word in the store for ranks of this host that run though they are silent: see [Late is not dead]."""
         for rank, peer in self._peers.items():
             if isinstance(peer, LocalPeer) and peer.silent_s >= _HELD_S and peer.runs():
                 state = peer.look()

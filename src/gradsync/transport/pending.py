@@ -2,7 +2,7 @@
 
     Collective  a backend's own, on its threads or streams
     ByWorker    an operation in shared memory, a sum say, by the team's worker
-    ByCaller    the same, done by whoever waits for it
+    ByCaller    an operation in shared memory, done by whoever waits for it
     Notice      a message from each to all on the team's boards
     Promise     what a thread of ours will finish: a bucket's whole journey, say
     Errand      a Python function on the lane's thread
@@ -118,7 +118,7 @@ class ByWorker(_TeamPending):
 
 
 class ByCaller(_TeamPending):
-    """The same, done by the waiting thread itself."""
+    """An operation of the team that the waiting thread does itself."""
 
     patience_s = 0.05
 

@@ -67,7 +67,7 @@ class Session(Position):
         self.describe = describe
 
     def notice(self, noticed: Callable[[str, list[int]], None]) -> None:
-        """Tell this one of every long wait, and for whom."""
+        """Have `noticed` hear of every long wait, and for whom."""
         self.noticed = noticed
 
     def got_stuck(self, bucket: int) -> None:
@@ -75,6 +75,11 @@ class Session(Position):
         self.stuck_bucket = bucket if bucket >= 0 else None
 
     # What this rank says of itself
+
+    @property
+    def said(self) -> RankState:
+        """The last of it."""
+        return self._heartbeat.state
 
     def at(self, phase: Phase, bucket: int = -1) -> None:
         """Say where this rank is."""
@@ -87,7 +92,7 @@ class Session(Position):
 
     def resume(self, said: RankState) -> None:
         """Say again what was said before a wait."""
-        self.liveness.at(self.step, said.phase, said.bucket, said.culprits)
+        self._heartbeat.at(self.step, said.phase, said.bucket, said.culprits)
 
     def fail(self, culprits: tuple[int, ...] = (), lost: bool = False) -> None:
         """Say that this rank has given up, and because of whom; `lost`: they will never come."""

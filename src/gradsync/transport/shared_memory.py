@@ -36,6 +36,11 @@ class TeamError(RuntimeError):
     """An operation of the team failed: somebody died, or it was given up."""
 
 
+def card_of(flat: torch.Tensor, step: int, bucket: int) -> bytes:
+    """What ranks compare before they touch anything."""
+    return f"bucket {bucket} step {step % 10**6}: {flat.numel()} {str(flat.dtype).removeprefix('torch.')}".encode()
+
+
 class Cards(Exception):
     """The ranks came to different operations; each one's card, by local rank."""
 

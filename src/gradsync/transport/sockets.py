@@ -87,7 +87,7 @@ class SocketReading(NamedTuple):
 
 
 def read_meters(wires: Iterable[tuple[int, str]]) -> dict[str, SocketReading]:
-    """Of those that still exist, by the kernel's name of the socket; nothing where the kernel does not tell."""
+    """A reading of each socket that still exists, by its kernel's name; nothing where the kernel does not tell."""
     readings = {}
     for fd, name in wires:
         with contextlib.suppress(OSError, struct.error):

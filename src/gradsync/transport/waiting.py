@@ -45,9 +45,11 @@ class BoundedWait(ABC, Generic[Awaited]):
         """Return when `landed(slice_s)` says so, this rank's page saying meanwhile that it waits."""
         session, liveness = self._session, self._session.liveness
         session.at(Phase.WAITING, bucket)
+        if landed(_SLICE_S):  # as nearly all do: then nobody was looked at
+            return
         liveness.watch(True)
-        clock, stopped_at, warned = Awake(), None, False
-        while not landed(_SLICE_S):
+        clock, stopped_at, warned = Awake(before=_SLICE_S), None, False
+        while True:
             self.between_slices(awaited)
             waited, sights = clock.look(), liveness.sights()
             if culprits := lost(sights, self.step):
@@ -61,6 +63,8 @@ class BoundedWait(ABC, Generic[Awaited]):
             if not warned and waited >= self._warn_after:
                 warned = True
                 self.warn(sights, awaited, waited)
+            if landed(_SLICE_S):
+                break
         liveness.watch(False)
 
     def blamed(self, sights: Sights, suspects: list[int]) -> list[int]:
@@ -112,7 +116,7 @@ class LaneWait(BoundedWait[Pending]):
 
     def until(self, pending: Pending, timeout: float) -> None:
         """Return when the pending has landed."""
-        before = self._session.liveness.state
+        before = self._session.said
         self.sleep(pending.landed, timeout, pending, pending.bucket)
         if pending.succeeded:  # otherwise the wait goes on, for the others' word
             self._session.resume(before)

@@ -22,8 +22,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gradsync.cli import local_ranks
 from gradsync.cli.bench import command as bench
-from gradsync.cli.bench import hardware, start_bench
+from gradsync.cli.bench import hardware
 from gradsync.cli.bench.arms import ARMS, BenchArm, line_up, parse_arms
 from gradsync.cli.bench.bench_worker import RESULTS, compete, measure
 from gradsync.cli.bench.call_timer import clock
@@ -335,7 +336,7 @@ def check(report: Any, arms: list[str], cells: int) -> None:
 def test_a_bench_of_own_ranks(
     capsys: pytest.CaptureFixture[str], temporary: Path, monkeypatch: pytest.MonkeyPatch, warm: ForkServerContext
 ) -> None:
-    monkeypatch.setattr(start_bench, "RankPool", partial(RankPool, context=warm))
+    monkeypatch.setattr(local_ranks, "RankPool", partial(RankPool, context=warm))
     picture = temporary / "bench.svg"
     arguments = ["--no-mpi", "--algorithms", "native", "--sizes", "1K,300K", "--cache", "both", "--busy"]
     report = run_tiny(capsys, *arguments, "--plot", str(picture))

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from gradsync.cli import local_ranks
 from gradsync.cli.demo import command as demo
 from gradsync.cli.demo.slow_link import namespaces, privileges
 from gradsync.cli.demo.slow_link.arms import ARMS
@@ -241,7 +242,7 @@ def test_times_that_others_spoiled_are_not_concluded_from() -> None:
 def test_gradients_go_over_the_link(
     capsys: pytest.CaptureFixture[str], temporary: Path, monkeypatch: pytest.MonkeyPatch, warm: ForkServerContext
 ) -> None:
-    monkeypatch.setattr(demo, "RankPool", partial(RankPool, context=warm))
+    monkeypatch.setattr(local_ranks, "RankPool", partial(RankPool, context=warm))
     before = _links()
     options = {"ranks": 2, "kill": None, "slow": None, "slow_link": RATE, "steps": 6, "json": True, "shape": SMALL}
     assert demo.run(argparse.Namespace(**options)) == 0

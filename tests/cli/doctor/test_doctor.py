@@ -14,9 +14,9 @@ import pytest
 from doctor_plays import see_doctor
 
 from gradsync.cli.doctor.finding import Grade
-from gradsync.cli.doctor.measured_links import check_links
-from gradsync.cli.doctor.meet_ranks import _take_part
+from gradsync.cli.doctor.measured_links import check_links, measure_links
 from gradsync.cli.doctor.rank_facts import Facts
+from gradsync.cli.local_ranks import measure_as_rank
 from gradsync.cli.main import main
 from netlab.fixture import MakeLab
 
@@ -37,7 +37,7 @@ def test_this_machine_is_examined_and_every_finding_that_is_not_ok_has_a_fix(
 
 def test_ranks_of_one_host_measure_a_ring_and_all_get_the_same(run: Callable[..., list[Any]]) -> None:
     for ranks in (2, 3):
-        measured = run(_take_part, "", ranks=ranks)
+        measured = run(measure_as_rank, measure_links, 3, True, ranks=ranks)
         assert all(each == measured[0] for each in measured)
         assert [wire.bandwidth > 0 for wire in measured[0].wires] == [True] * (1 if ranks == 2 else ranks)
         assert not measured[0].across

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from gradsync.cli import local_ranks
 from gradsync.cli.main import main
-from gradsync.cli.probe import start_probe
 from gradsync.cli.probe.text import sentences, tables
 from gradsync.cluster import Cluster, CodecSpeed, Device, Link
 from gradsync.launch.spawn import RankPool
@@ -22,7 +22,7 @@ from netlab.fixture import MakeLab
 def test_two_ranks_of_this_machine_make_a_cluster_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, warm: ForkServerContext
 ) -> None:
-    monkeypatch.setattr(start_probe, "RankPool", partial(RankPool, context=warm))
+    monkeypatch.setattr(local_ranks, "RankPool", partial(RankPool, context=warm))
     path = tmp_path / "cluster.toml"
     assert main(["probe", "--brief", "--json", "--out", str(path)]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -102,7 +102,7 @@ def test_one_rank_of_a_launcher_has_no_links(
 
 def test_a_disk_that_is_full_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     findings = findings_of(Link(100e-6, 12.5e6), 0.0)
-    monkeypatch.setattr("gradsync.cli.probe.command.probe_alone", lambda *args, **options: findings)
+    monkeypatch.setattr("gradsync.cli.probe.command.measure_alone", lambda *args, **options: findings)
     assert main(["probe", "--out", "/dev/full"]) == 2
     assert "--out /dev/full cannot be written: No space left" in capsys.readouterr().err
 

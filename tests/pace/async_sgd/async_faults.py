@@ -15,7 +15,7 @@ from async_runs import TIMEOUT, attached, await_event, begin, make_model, make_o
 
 from gradsync.errors import GradSyncError, PeerFault
 from gradsync.pace.async_sgd.mail import Mail
-from gradsync.pace.async_sgd.messages import Message, MessageKind
+from gradsync.pace.async_sgd.messages import MessageKind, ShardMessage
 from gradsync.plan.guard import Guard
 from gradsync.plan.paces import AsyncSGD
 from gradsync.transport.groups import MESSAGES
@@ -165,7 +165,7 @@ def keep_silent() -> int:
     while mail._heard[other] * period_s < 2 * timeout_s and mail.failure is None:
         time.sleep(period_s)
     assert len(mail._sent[other]) <= 2, "what was heard is let go"
-    mail.send(other, Message(MessageKind.PULL, clock=7))
+    mail.send(other, ShardMessage(MessageKind.PULL, clock=7))
     mail.say_goodbye()
     assert mail.all_gone(TIMEOUT)
     lane.close(together=True)

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradsync.errors import GradSyncError
-from gradsync.pace.async_sgd import shard_state
-from gradsync.pace.async_sgd.messages import pack, unpack
-from gradsync.pace.async_sgd.owner import Owner, Read
+from gradsync.pace.async_sgd.messages import OwnerAnswer, pack, unpack
+from gradsync.pace.async_sgd.owner import Owner
 from gradsync.pace.async_sgd.shard import Shard, partition
 from gradsync.pace.async_sgd.staleness import Histogram
 from gradsync.plan.paces import AsyncSGD
@@ -94,15 +93,15 @@ def test_a_parameter_without_a_gradient_or_an_optimizer_stays() -> None:
 def test_a_shard_without_parameters_counts_updates() -> None:
     shard = Shard([], [torch.optim.AdamW([one()])])
     shard.update([])
-    assert (shard.version, shard.packed().numel(), set(shard_state.save(shard, 1))) == (1, 0, {"version", "clock"})
+    assert (shard.version, shard.packed().numel(), set(shard.state(1))) == (1, 0, {"version", "clock"})
 
 
 def owner_of(settings: AsyncSGD, workers: int = 2, start: float = 1.0) -> tuple[Owner, dict[int, list[float]]]:
     parameter = one(start)
     reads: dict[int, list[float]] = {worker: [] for worker in range(workers)}
 
-    def answer(worker: int, read: Read) -> None:
-        value = unpack(read.payload, [parameter])[0]
+    def answer(worker: int, reply: OwnerAnswer) -> None:
+        value = unpack(reply.payload, [parameter])[0]
         assert value is not None
         reads[worker].append(value.item())
 
@@ -137,7 +136,7 @@ def test_a_mean_is_of_those_who_came() -> None:
     owner.push(2, 1, 0, gradient(1.0))
     owner.pull(0, 1)
     assert reads[0] == []
-    assert owner.holding_up() == [1]
+    assert owner.stragglers() == [1]
     owner.leave(1)
     assert reads[0] == [-1.0]
 
@@ -154,7 +153,7 @@ def test_what_another_shard_saved_is_refused() -> None:
     parameter = one()
     shard = Shard([("w", parameter)], [torch.optim.SGD([parameter], lr=1.0)])
     with pytest.raises(GradSyncError, match="differ in 'w'"):
-        shard_state.load(shard, shard_state.save(Shard([], []), 0))
+        shard.load(Shard([], []).state(0))
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.Rprop])
@@ -167,7 +166,7 @@ def test_a_shard_goes_on_from_what_it_saved(kind: type[torch.optim.Optimizer]) -
     gradients = [torch.tensor([0.3]), torch.tensor([-0.7])]
     for _ in range(2):
         first.update(gradients)
-    assert shard_state.load(second, shard_state.save(first, clock=2)) == 2
+    assert second.load(first.state(clock=2)) == 2
     for shard in shards:
         shard.update(gradients)
     assert second.version == 3

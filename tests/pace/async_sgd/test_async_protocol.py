@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradsync.pace.async_sgd.messages import pack, unpack
-from gradsync.pace.async_sgd.owner import Owner, Read
+from gradsync.pace.async_sgd.messages import OwnerAnswer, pack, unpack
+from gradsync.pace.async_sgd.owner import Owner
 from gradsync.pace.async_sgd.shard import Shard
 from gradsync.pace.async_sgd.staleness import Clocks, staleness_bound
 from gradsync.plan.paces import AsyncSGD
@@ -31,7 +31,7 @@ class Worker:
         self.number = number
         self.clock = 0
         self.versions = [0] * num_owners
-        self.answers: dict[int, Read] = {}
+        self.answers: dict[int, OwnerAnswer] = {}
         self.left = False
         self.asked = False
 
@@ -61,7 +61,7 @@ class Play:
         }
         self.distances: list[int] = []
 
-    def answer(self, owner: int, worker: int, read: Read) -> None:
+    def answer(self, owner: int, worker: int, read: OwnerAnswer) -> None:
         """An owner lets the worker read: how far is it ahead, by the true clocks of all that still push?"""
         live = [w.clock for w in self.workers if not w.left]
         self.distances.append(self.workers[worker].clock - min(live, default=self.workers[worker].clock))

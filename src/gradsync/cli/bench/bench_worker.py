@@ -14,7 +14,6 @@ Rank 0 appends results to a file as JSON lines.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -34,10 +33,10 @@ from gradsync.cli.bench.other_work import Strangers
 from gradsync.cli.bench.question import COLD, DTYPES, BenchQuestion, Setting
 from gradsync.cli.bench.rank_barrier import RankBarrier, open_gate
 from gradsync.cli.bench.rank_exchange import collect, decide, spread_over_hosts
-from gradsync.cli.shared import advance
+from gradsync.cli.local_ranks import advance
 from gradsync.exchange.all_reduce import shared_empty
 
-PROGRESS, RESULTS = "progress", "results"
+RESULTS = "results"
 
 _SECONDS = 40.0  # for all rounds of all contests together, if their number is left to us
 _FEWEST, _MOST = 5, 300  # rounds
@@ -52,7 +51,7 @@ def compete(question: str, folder: str) -> None:
     def record(line: dict[str, Any]) -> None:
         with (Path(folder) / RESULTS).open("a") as file:
             file.write(json.dumps(line) + "\n")
-        advance(os.path.join(folder, PROGRESS))
+        advance(folder)
 
     measure(BenchQuestion.from_json(question), ARMS, record)
 

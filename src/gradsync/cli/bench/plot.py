@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from gradsync import svg
 from gradsync.cli.bench.memory_bandwidth import bound_s
 from gradsync.cli.bench.question import Setting
 from gradsync.cli.bench.result import BenchResult, Cell
@@ -21,8 +22,12 @@ _WIDTH, _HEIGHT = 860, 520
 _LEFT, _RIGHT, _TOP, _BOTTOM = 74, 218, 52, 48
 _LINE = 18  # of the key
 
-_COLORS = ("#1565c0", "#c75b00", "#2e7d32", "#8e24aa", "#c62828", "#00838f", "#6d4c41", "#ad1457", "#827717", "#3949ab")
-_DARK = ("#64b5f6", "#ffb74d", "#81c784", "#ce93d8", "#ef9a9a", "#4dd0e1", "#bcaaa4", "#f48fb1", "#dce775", "#9fa8da")
+# On a light and on a dark page.
+_COLORS = (
+    *(("#1565c0", "#64b5f6"), ("#c75b00", "#ffb74d"), ("#2e7d32", "#81c784"), ("#8e24aa", "#ce93d8")),
+    *(("#c62828", "#ef9a9a"), ("#00838f", "#4dd0e1"), ("#6d4c41", "#bcaaa4"), ("#ad1457", "#f48fb1")),
+    *(("#827717", "#dce775"), ("#3949ab", "#9fa8da")),
+)
 _DASHES = {
     Setting("warm", False): "none",
     Setting("cold", False): "7 3",
@@ -30,12 +35,8 @@ _DASHES = {
     Setting("cold", True): "7 3 2 3",
 }
 
-_STYLE = """
-.page { fill: #fff } text { font: 12px sans-serif; fill: #333 } .title { font-size: 14px; font-weight: bold }
-.grid { stroke: #e0e4ea } .bound { stroke: #777; stroke-width: 1.5; stroke-dasharray: 9 5; fill: none }
-.series { fill: none; stroke-width: 2 } .x { text-anchor: middle } .y { text-anchor: end }
-"""
-_DARK_STYLE = ".page { fill: #14171c } text { fill: #d5dae2 } .grid { stroke: #2c323b } .bound { stroke: #aaa }"
+_STYLE = ".bound { stroke: #777; stroke-width: 1.5; stroke-dasharray: 9 5; fill: none }"
+_DARK_STYLE = ".bound { stroke: #aaa }"
 
 Point = tuple[float, float]  # nbytes, seconds
 Series = dict[tuple[str, Setting], list[Cell]]
@@ -49,58 +50,36 @@ def plot(result: BenchResult) -> str:
     arms = list(dict.fromkeys(cell.arm for cell in result.cells))
     bound = _bound(result)
     axes = _Axes([(cell.nbytes, cell.time_s) for cell in result.cells] + bound)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}">',
-        f"<style>{_style(len(arms))}</style>",
-        '<rect class="page" width="100%" height="100%"/>',
-        f'<text class="title" x="{_LEFT}" y="28">{_title(result)}</text>',
-        *axes.grid(),
-    ]
+    parts = [svg.text("title", _LEFT, 28, _title(result)), *axes.grid()]
     if bound:
-        parts.append(f'<path class="bound" d="{axes.path(bound)}"/>')
+        parts.append(svg.path("bound", axes.at(bound)))
     for (arm, setting), cells in series.items():
         parts += _series(axes, arms.index(arm), setting, cells)
-    return "\n".join([*parts, *_key(series, arms, bool(bound)), "</svg>"]) + "\n"
+    parts += _key(series, arms, bool(bound))
+    return svg.chart(_WIDTH, _HEIGHT, parts, _COLORS[: len(arms)], _STYLE, _DARK_STYLE)
 
 
 class _Axes:
     """From bytes and seconds to px: whole decades of time, the sizes that there are."""
 
-    def __init__(self, points: list[Point]) -> None:
-        sizes = [nbytes for nbytes, _ in points]
+    def __init__(self, points: Sequence[Point]) -> None:
         times = [seconds for _, seconds in points]
-        self._sizes = sorted({int(size) for size in sizes})
-        self._left, self._right = math.log(min(sizes)), math.log(max(sizes))
+        self._sizes = sorted({int(nbytes) for nbytes, _ in points})
         self._low, self._high = math.floor(math.log10(min(times))), math.ceil(math.log10(max(times)))
         self._high = max(self._high, self._low + 1)
+        width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+        self._plot = svg.Plot(_LEFT, _TOP, width, height, self._sizes[0], self._sizes[-1])
 
-    def x(self, nbytes: float) -> float:
-        width = _WIDTH - _LEFT - _RIGHT
-        if self._left == self._right:
-            return _LEFT + width / 2
-        return _LEFT + width * (math.log(nbytes) - self._left) / (self._right - self._left)
-
-    def y(self, seconds: float) -> float:
-        height = _HEIGHT - _TOP - _BOTTOM
-        return _TOP + height * (self._high - math.log10(seconds)) / (self._high - self._low)
-
-    def path(self, points: list[Point]) -> str:
-        return "M" + "L".join(f"{self.x(nbytes):.1f} {self.y(seconds):.1f}" for nbytes, seconds in points)
+    def at(self, points: Sequence[Point]) -> list[tuple[float, float]]:
+        return [(self._plot.x(nbytes), self._y(seconds)) for nbytes, seconds in points]
 
     def grid(self) -> Iterator[str]:
-        left, right, foot = _LEFT, _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
-        for exponent in range(self._low, self._high + 1):
-            y = self.y(10.0**exponent)
-            yield f'<line class="grid" x1="{left}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>'
-            yield f'<text class="y" x="{left - 8}" y="{y + 4:.1f}">{_decade(exponent)}</text>'
-        free = -math.inf  # where the next label may begin
-        for nbytes in self._sizes:
-            x, label = self.x(nbytes), show_size(nbytes)
-            yield f'<line class="grid" x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{foot}"/>'
-            if x - 4 * len(label) > free:
-                yield f'<text class="x" x="{x:.1f}" y="{foot + 18}">{label}</text>'
-                free = x + 4 * len(label) + 4
-        yield f'<text class="x" x="{(left + right) / 2:g}" y="{foot + 38}">bytes on each rank</text>'
+        decades = [(self._y(10.0**exponent), _decade(exponent)) for exponent in range(self._low, self._high + 1)]
+        yield from self._plot.grid(decades, [(nbytes, show_size(nbytes)) for nbytes in self._sizes])
+        yield svg.text("x", (self._plot.left + self._plot.right) / 2, self._plot.foot + 38, "bytes on each rank")
+
+    def _y(self, seconds: float) -> float:
+        return _TOP + self._plot.height * (self._high - math.log10(seconds)) / (self._high - self._low)
 
 
 def _bound(result: BenchResult) -> list[Point]:
@@ -111,26 +90,23 @@ def _bound(result: BenchResult) -> list[Point]:
 
 
 def _series(axes: _Axes, color: int, setting: Setting, cells: list[Cell]) -> Iterator[str]:
-    line = axes.path([(cell.nbytes, cell.time_s) for cell in cells])
-    yield f'<path class="series s{color}" stroke-dasharray="{_DASHES[setting]}" d="{line}"/>'
-    for cell in cells:
+    points = axes.at([(cell.nbytes, cell.time_s) for cell in cells])
+    yield svg.path(f"series s{color}", points, dashes=_DASHES[setting])
+    for cell, (x, y) in zip(cells, points, strict=True):
         says = f"{_label(cell.arm, setting)}, {show_size(cell.nbytes)}: {show_seconds(cell.time_s)}"
-        yield (
-            f'<circle class="f{color}" cx="{axes.x(cell.nbytes):.1f}" cy="{axes.y(cell.time_s):.1f}" r="3">'
-            f"<title>{says}</title></circle>"
-        )
+        yield svg.circle(f"f{color}", x, y, 3, says)
 
 
 def _key(series: Series, arms: list[str], bound: bool) -> Iterator[str]:
     """On the right, slowest first: in the order in which the lines end."""
     x, y = _WIDTH - _RIGHT + 16, _TOP + 6
     for arm, setting in sorted(series, key=lambda line: -series[line][-1].time_s):
-        dashes = f'stroke-dasharray="{_DASHES[setting]}"'
-        yield f'<path class="series s{arms.index(arm)}" {dashes} d="M{x} {y}h28"/>'
-        yield f'<text x="{x + 36}" y="{y + 4}">{_label(arm, setting)}</text>'
+        yield svg.path(f"series s{arms.index(arm)}", [(x, y), (x + 28, y)], dashes=_DASHES[setting])
+        yield svg.text("", x + 36, y + 4, _label(arm, setting))
         y += _LINE
     if bound:
-        yield f'<path class="bound" d="M{x} {y}h28"/><text x="{x + 36}" y="{y + 4}">bound by memory</text>'
+        yield svg.path("bound", [(x, y), (x + 28, y)])
+        yield svg.text("", x + 36, y + 4, "bound by memory")
 
 
 def _decade(exponent: int) -> str:
@@ -148,11 +124,3 @@ def _title(result: BenchResult) -> str:
 
 def _label(arm: str, setting: Setting) -> str:
     return f"{arm}, {setting.cache}{', busy' if setting.busy else ''}"
-
-
-def _style(num_arms: int) -> str:
-    def colors(palette: tuple[str, ...]) -> str:
-        return "\n".join(f".s{i} {{ stroke: {c} }} .f{i} {{ fill: {c} }}" for i, c in enumerate(palette[:num_arms]))
-
-    dark = f"@media (prefers-color-scheme: dark) {{ {_DARK_STYLE}\n{colors(_DARK)} }}"
-    return f"{_STYLE}{colors(_COLORS)}\n{dark}"

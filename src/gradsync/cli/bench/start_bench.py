@@ -8,24 +8,19 @@ In all three every rank runs `worker.compete`, and rank 0's lines become the res
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from gradsync.cli.bench.arms import MPI
-from gradsync.cli.bench.bench_worker import PROGRESS, RESULTS, compete
+from gradsync.cli.bench.bench_worker import RESULTS, compete
 from gradsync.cli.bench.hardware import cores, machine
 from gradsync.cli.bench.mpirun import run_under_mpirun
 from gradsync.cli.bench.question import BenchQuestion
 from gradsync.cli.bench.rank_exchange import RankSpread
 from gradsync.cli.bench.result import BenchResult, read_result
-from gradsync.cli.shared import follow
-from gradsync.launch.spawn import RankPool
+from gradsync.cli.local_ranks import local_ranks, rank_folder
 
 _HOUR_S = 3600.0
 
@@ -33,12 +28,11 @@ _HOUR_S = 3600.0
 def run_alone(question: BenchQuestion, ranks: int, quiet: bool) -> BenchResult:
     """Start the ranks on this machine, wait, and read what came of it."""
     threads = max(1, cores() // ranks)
-    with _folder(question, quiet) as folder:
+    with local_ranks(ranks, threads, *_extent(question), quiet) as (pool, folder):
         if MPI in question.arms:
             run_under_mpirun(question.as_json(), ranks, threads, folder, _HOUR_S)
         else:
-            with RankPool(ranks, threads) as pool:
-                pool.run(compete, question.as_json(), folder, timeout=_HOUR_S)
+            pool.run(compete, question.as_json(), folder, timeout=_HOUR_S)
         return _read(folder, question, ranks, hosts=1, threads=threads)
 
 
@@ -47,18 +41,14 @@ def run_as_rank(question: BenchQuestion, place: RankSpread, quiet: bool) -> Benc
     if dist.get_rank() != 0:
         compete(question.as_json(), folder="")
         return None
-    with _folder(question, quiet) as folder:
+    with rank_folder(*_extent(question), quiet) as folder:
         compete(question.as_json(), folder)
         return _read(folder, question, dist.get_world_size(), place.num_hosts, torch.get_num_threads())
 
 
-@contextmanager
-def _folder(question: BenchQuestion, quiet: bool) -> Iterator[str]:
-    """Where rank 0 writes, gone afterwards; while it writes, progress is shown."""
-    with tempfile.TemporaryDirectory(prefix="gradsync-bench-") as folder:
-        total = 2 + question.num_contests
-        with follow(os.path.join(folder, PROGRESS), total, f"measuring, {len(question.arms)} arms in turn", quiet):
-            yield folder
+def _extent(question: BenchQuestion) -> tuple[int, str]:
+    """How many lines rank 0 will write, and what they are."""
+    return 2 + question.num_contests, f"measuring, {len(question.arms)} arms in turn"
 
 
 def _read(folder: str, question: BenchQuestion, ranks: int, hosts: int, threads: int) -> BenchResult:

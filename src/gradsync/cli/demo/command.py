@@ -5,9 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -26,10 +23,10 @@ from gradsync.cli.demo.story.corpus import read_library
 from gradsync.cli.demo.story.demo_model import DemoShape, build
 from gradsync.cli.demo.story.killed_rank import KILL_STEP, Death, Fate, watch_death
 from gradsync.cli.demo.story.result import DemoResult, sum_up
-from gradsync.cli.demo.story.slow_input import Slowness, read_slowness, train_slowly
+from gradsync.cli.demo.story.slow_input import TRACE, Slowness, read_slowness, train_slowly
 from gradsync.cli.demo.story.text import FOOTNOTE, sentences, table
-from gradsync.cli.shared import BadInput, Parser, follow, whole_number, wide_console
-from gradsync.launch.spawn import RankPool
+from gradsync.cli.local_ranks import local_ranks
+from gradsync.cli.shared import BadInput, Parser, whole_number, wide_console
 
 _MAX_THREADS = 4  # per rank: more would only get into each other's way in so small a model
 _HOUR_S = 3600.0
@@ -134,10 +131,9 @@ def _train_over(options: argparse.Namespace) -> slow_result.LinkResult:
     threads, size = _threads(2), _num_parameters(options.shape)
     if not options.json:
         _introduce(size, len(read_library().train), f"2 ranks of this machine with {options.slow_link} between them")
-    with _ranks(2, threads) as (pool, folder):
-        progress, num_arms = os.path.join(folder, "progress"), len(SLOW_ARMS)
-        with follow(progress, num_arms * options.steps, f"training, {num_arms} arms in turn", quiet=options.json):
-            books = pool.run(train_over_link, options.shape, options.steps, shaper, folder, timeout=_HOUR_S)
+    title = f"training, {len(SLOW_ARMS)} arms in turn"
+    with local_ranks(2, threads, len(SLOW_ARMS) * options.steps, title, options.json) as (pool, folder):
+        books = pool.run(train_over_link, options.shape, options.steps, shaper, folder, timeout=_HOUR_S)
     ledgers, busy_cores = [ledgers for ledgers, _ in books], books[0][1]
     return slow_result.sum_up(ledgers, options.slow_link, threads, options.steps, size, busy_cores)
 
@@ -146,43 +142,29 @@ def _compare(options: argparse.Namespace, num_characters: int) -> DemoResult:
     threads, size = _threads(options.ranks), _num_parameters(options.shape)
     if not options.json:
         _introduce(size, num_characters, f"{options.ranks} ranks of this machine")
-    with _ranks(options.ranks, threads) as (pool, folder):
-        progress = os.path.join(folder, "progress")
-        with follow(progress, len(ARMS) * options.steps, "training, 4 arms in turn", quiet=options.json):
-            ledgers = pool.run(train, options.shape, options.steps, progress, timeout=_HOUR_S)
+    total = len(ARMS) * options.steps
+    with local_ranks(options.ranks, threads, total, "training, 4 arms in turn", options.json) as (pool, folder):
+        ledgers = pool.run(train, options.shape, options.steps, folder, timeout=_HOUR_S)
     return sum_up(ledgers, threads, options.steps, size)
 
 
 def _kill(options: argparse.Namespace) -> list[Death]:
-    with _ranks(options.ranks, _threads(options.ranks)) as (pool, folder):
-        progress = os.path.join(folder, "progress")
-        with follow(progress, 2 * KILL_STEP, f"training until rank {options.kill} dies, twice", quiet=options.json):
-            return [
-                watch_death(pool, arm, options.kill, options.shape, os.path.join(folder, arm), progress)
-                for arm in (GRADSYNC, DDP)
-            ]
+    title, threads = f"training until rank {options.kill} dies, twice", _threads(options.ranks)
+    with local_ranks(options.ranks, threads, 2 * KILL_STEP, title, options.json) as (pool, folder):
+        return [watch_death(pool, arm, options.kill, options.shape, folder) for arm in (GRADSYNC, DDP)]
 
 
 def _slow(options: argparse.Namespace) -> Slowness:
     options.steps, options.shape = options.steps or _LATE_STEPS, options.shape or _SHAPE
-    with _ranks(options.ranks, _threads(options.ranks)) as (pool, folder):
-        progress, trace = os.path.join(folder, "progress"), os.path.join(folder, "run")
-        title = f"training with a trace, rank {options.slow} slowed"
-        with follow(progress, options.steps, title, quiet=options.json):
-            told = (options.slow, options.shape, options.steps, trace, progress)
-            busy_cores, *_ = pool.run(train_slowly, *told, timeout=_HOUR_S)
-        return read_slowness(Path(trace), options.slow, busy_cores)
+    title, threads = f"training with a trace, rank {options.slow} slowed", _threads(options.ranks)
+    with local_ranks(options.ranks, threads, options.steps, title, options.json) as (pool, folder):
+        told = (options.slow, options.shape, options.steps, folder)
+        busy_cores, *_ = pool.run(train_slowly, *told, timeout=_HOUR_S)
+        return read_slowness(Path(folder, TRACE), options.slow, busy_cores)
 
 
 def _threads(ranks: int) -> int:
     return min(_MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // ranks))
-
-
-@contextmanager
-def _ranks(ranks: int, threads: int) -> Iterator[tuple[RankPool, str]]:
-    """A pool and a folder for what its ranks write; both are gone afterwards, whatever happens."""
-    with tempfile.TemporaryDirectory(prefix="gradsync-demo-") as folder, RankPool(ranks, threads) as pool:
-        yield pool, folder
 
 
 def _num_parameters(shape: DemoShape) -> int:

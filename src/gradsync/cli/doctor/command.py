@@ -14,7 +14,7 @@ from gradsync.cli.doctor.all_checks import examine
 from gradsync.cli.doctor.finding import Finding, Grade
 from gradsync.cli.doctor.gather import gather
 from gradsync.cli.doctor.measured_links import Measured
-from gradsync.cli.doctor.meet_ranks import measure_alone, measure_together, share
+from gradsync.cli.doctor.meet_ranks import measure_here, measure_together, share
 from gradsync.cli.doctor.rank_facts import Facts
 from gradsync.cli.doctor.text import as_json, tell
 from gradsync.cli.shared import BadInput, Parser, whole_number, wide_console
@@ -93,7 +93,7 @@ def _alone(options: argparse.Namespace, own: Facts) -> Checkup:
     if options.brief:
         return Checkup(examine([own], None), [own], None, True)
     try:
-        measured = measure_alone(options.ranks or _DEFAULT_RANKS, options.json)
+        measured = measure_here(options.ranks or _DEFAULT_RANKS, options.json)
     except GradSyncError as error:
         return Checkup(examine([own], None, _not_measured(error)), [own], None, True)
     return Checkup(examine([own], measured), [own], measured, True)
@@ -112,7 +112,7 @@ def _together(options: argparse.Namespace, task: Task, own: Facts) -> Checkup:
     if options.brief:
         return Checkup(examine(facts, None), facts, None, True)
     try:
-        measured = measure_together(task, options.json)
+        measured = measure_together(options.json)
     except GradSyncError as error:
         return Checkup(examine(facts, None, _not_measured(error)), facts, None, True)
     return Checkup(examine(facts, measured), facts, measured, True)

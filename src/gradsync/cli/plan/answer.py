@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from gradsync.algorithms.builtin import native
 from gradsync.cluster import Cluster
 from gradsync.plan.paces import EveryStep
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 from gradsync.planner.candidates import Allow
 from gradsync.planner.predict import predict
 from gradsync.planner.prediction import Prediction

@@ -15,7 +15,7 @@ from rich.text import Text
 from gradsync.cli.plan.answer import Answer, saving
 from gradsync.cli.plan.figures import show_saving, show_share, show_span
 from gradsync.cli.plan.one_line import offers
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 from gradsync.planner.prediction import Prediction
 from gradsync.planner.snippet import in_words
 from gradsync.units import show_nbytes, show_seconds

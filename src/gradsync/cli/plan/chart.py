@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from gradsync import svg
 from gradsync.cli.plan.figures import show_share
 
 # All in px.
@@ -34,59 +34,26 @@ class ChartMark:
 def draw_chart(lines: Sequence[Line], labels: Sequence[tuple[float, str]], mark: ChartMark | None = None) -> str:
     """An SVG: x logarithmic with these labels, y from 0 to 100 % of the step."""
     ends = [x for line in lines for x, _ in line.points]
-    scale = _Scale(min(ends), max(ends))
-    height = _HEIGHT + _KEY * len(lines)
-    parts = [f'<svg class="chart" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="overhead by size">']
-    parts += _grid(scale, labels)
-    if mark is not None and scale.low <= mark.at <= scale.high:
-        x = scale.x(mark.at)
-        parts.append(f'<line class="mark" x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{_HEIGHT - _BOTTOM}"/>')
-        parts.append(f'<text class="x" x="{x:.1f}" y="{_TOP - 2}">{escape(mark.name)}</text>')
+    plot = svg.Plot(_LEFT, _TOP, _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM, min(ends), max(ends))
+    shares = [(_y(plot, percent / 100), f"{percent} %") for percent in (0, 25, 50, 75, 100)]
+    parts = [*plot.grid(shares, [(value, escape(label)) for value, label in labels])]
+    if mark is not None and plot.low <= mark.at <= plot.high:
+        x = plot.x(mark.at)
+        parts += [svg.line("mark", x, _TOP, x, plot.foot), svg.text("x", x, _TOP - 2, escape(mark.name))]
     for number, line in enumerate(lines):
-        parts += _line(scale, number, line)
+        parts += _line(plot, number, line)
         y = _HEIGHT + _KEY * number
-        parts.append(f'<path class="series s{number}" d="M{_LEFT} {y}h28"/>')
-        parts.append(f'<text x="{_LEFT + 36}" y="{y + 4}">{escape(line.name)}</text>')
-    return "\n".join([*parts, "</svg>"])
+        parts.append(svg.path(f"series s{number}", [(_LEFT, y), (_LEFT + 28, y)]))
+        parts.append(svg.text("", _LEFT + 36, y + 4, escape(line.name)))
+    return svg.figure("chart", _WIDTH, _HEIGHT + _KEY * len(lines), "overhead by size", parts)
 
 
-@dataclass(frozen=True)
-class _Scale:
-    low: float
-    high: float
-
-    def x(self, value: float) -> float:
-        width = _WIDTH - _LEFT - _RIGHT
-        if self.low == self.high:
-            return _LEFT + width / 2
-        return _LEFT + width * math.log(value / self.low) / math.log(self.high / self.low)
-
-    @staticmethod
-    def y(share: float) -> float:
-        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - min(1.0, max(0.0, share)))
+def _y(plot: svg.Plot, share: float) -> float:
+    return plot.top + plot.height * (1 - min(1.0, max(0.0, share)))
 
 
-def _grid(scale: _Scale, labels: Sequence[tuple[float, str]]) -> Iterator[str]:
-    foot, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
-    for percent in (0, 25, 50, 75, 100):
-        y = scale.y(percent / 100)
-        yield f'<line class="grid" x1="{_LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>'
-        yield f'<text class="y" x="{_LEFT - 8}" y="{y + 4:.1f}">{percent} %</text>'
-    free = -math.inf  # where the next label may begin
-    for value, label in labels:
-        x = scale.x(value)
-        yield f'<line class="grid" x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{foot}"/>'
-        if x - 4 * len(label) > free:
-            yield f'<text class="x" x="{x:.1f}" y="{foot + 18}">{escape(label)}</text>'
-            free = x + 4 * len(label)
-
-
-def _line(scale: _Scale, number: int, line: Line) -> Iterator[str]:
-    path = "L".join(f"{scale.x(x):.1f} {scale.y(share):.1f}" for x, share in line.points)
-    yield f'<path class="series s{number}" d="M{path}"/>'
-    for x, share in line.points:
-        says = f"{line.name}: {show_share(share)}"
-        yield (
-            f'<circle class="f{number}" cx="{scale.x(x):.1f}" cy="{scale.y(share):.1f}" r="3">'
-            f"<title>{escape(says)}</title></circle>"
-        )
+def _line(plot: svg.Plot, number: int, line: Line) -> Iterator[str]:
+    points = [(plot.x(x), _y(plot, share)) for x, share in line.points]
+    yield svg.path(f"series s{number}", points)
+    for (x, y), (_, share) in zip(points, line.points, strict=True):
+        yield svg.circle(f"f{number}", x, y, 3, escape(f"{line.name}: {show_share(share)}"))

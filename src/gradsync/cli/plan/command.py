@@ -24,7 +24,7 @@ from gradsync.cli.plan.text import EXTRAPOLATION, assumptions, calibration, swee
 from gradsync.cli.plan.thresholds import Thresholds, changes, find_thresholds
 from gradsync.cli.plan.what_if import narrow_link
 from gradsync.cli.shared import BadInput, Parser, spoken, wide_console
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 from gradsync.planner.candidates import ALLOWS
 from gradsync.planner.snippet import as_python
 from gradsync.tables import toml_lines

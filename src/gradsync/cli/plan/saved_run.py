@@ -16,7 +16,7 @@ from statistics import fmean, median
 from gradsync.cli.plan.question import load
 from gradsync.cluster import Cluster
 from gradsync.plan.paces import Delayed, EveryStep
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 from gradsync.planner.profile import ModelProfile
 from gradsync.trace.reader import RankTrace, RunTrace
 from gradsync.trace.reader import read_run as read_trace

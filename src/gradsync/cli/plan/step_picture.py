@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
+from gradsync import svg
 from gradsync.planner.prediction import Prediction, StepSpan
 from gradsync.units import show_seconds
 
@@ -25,12 +26,10 @@ def draw_timeline(prediction: Prediction, until_s: float) -> str:
     """An SVG of the step, on an axis from 0 to `until_s`: pictures below each other share it."""
     used = [track for track in _TRACKS if any(span.track == track for span in prediction.timeline)]
     foot = _TOP + _ROW * len(used)
-    parts = [f'<svg class="timeline" viewBox="0 0 {_WIDTH} {foot + 26}" role="img" aria-label="timeline of a step">']
-    for row, track in enumerate(used):
-        parts.append(f'<text class="y" x="{_LEFT - 8}" y="{_TOP + _ROW * row + 17}">{track}</text>')
+    parts = [svg.text("y", _LEFT - 8, _TOP + _ROW * row + 17, track) for row, track in enumerate(used)]
     for span in _joined(prediction.timeline):
         parts += _bar(span, _TOP + _ROW * used.index(span.track), until_s)
-    return "\n".join([*parts, *_axis(foot, until_s), "</svg>"])
+    return svg.figure("timeline", _WIDTH, foot + 26, "timeline of a step", [*parts, *_axis(foot, until_s)])
 
 
 def _joined(spans: Sequence[StepSpan]) -> list[StepSpan]:
@@ -52,18 +51,16 @@ def _bar(span: StepSpan, y: float, until_s: float) -> Iterator[str]:
     waits = ", computation waits" if span.exposed else ""
     label = escape(span.label)
     says = f"{label}: {show_seconds(span.start_s)} to {show_seconds(span.stop_s)}{waits}"
-    yield (
-        f'<rect class="{kind}" x="{left:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}"><title>{says}</title></rect>'
-    )
+    yield svg.rect(kind, left, y, width, _BAR, says)
     if width > _LETTER * len(span.label) + 6:
-        yield f'<text class="x inside" x="{left + width / 2:.1f}" y="{y + 16}">{label}</text>'
+        yield svg.text("x inside", left + width / 2, y + 16, label)
 
 
 def _axis(foot: float, until_s: float) -> Iterator[str]:
-    yield f'<line class="grid" x1="{_LEFT}" y1="{foot}" x2="{_WIDTH - _RIGHT}" y2="{foot}"/>'
+    yield svg.line("grid", _LEFT, foot, _WIDTH - _RIGHT, foot)
     for part in range(5):
         at = until_s * part / 4
-        yield f'<text class="x" x="{_x(at, until_s):.1f}" y="{foot + 18}">{show_seconds(at) if part else "0"}</text>'
+        yield svg.text("x", _x(at, until_s), foot + 18, show_seconds(at) if part else "0")
 
 
 def _x(at_s: float, until_s: float) -> float:

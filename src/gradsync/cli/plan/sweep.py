@@ -11,7 +11,7 @@ from gradsync.cli.plan.answer import Answer, trains_the_same
 from gradsync.cli.plan.what_if import with_bandwidth, with_gpus, with_tokens
 from gradsync.cluster import Cluster
 from gradsync.plan.paces import EveryStep
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 from gradsync.planner.candidates import Allow, candidates
 from gradsync.planner.collective import Collectives
 from gradsync.planner.goodput import Goodput, goodput

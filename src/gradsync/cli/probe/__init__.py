@@ -1,1 +1,1 @@
-"""`gradsync probe`: how its ranks come to be, and how its findings are told."""
+"""`gradsync probe`: the command, and how its findings are told."""

@@ -5,21 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
 from gradsync import files
+from gradsync.cli.local_ranks import measure_alone, measure_as_rank
 from gradsync.cli.plan.figures import printable
-from gradsync.cli.probe.start_probe import probe_alone, probe_as_rank
 from gradsync.cli.probe.text import FOOTNOTE, as_json, sentences, tables
 from gradsync.cli.shared import BadInput, Parser, whole_number, wide_console
 from gradsync.cluster import Cluster
 from gradsync.launch.environment import Task, read_task
 from gradsync.launch.init import init
-from gradsync.probe.measure import ProbeFindings
+from gradsync.probe.measure import STAGES, ProbeFindings, measure
 
 _DEFAULT_RANKS, _MAX_RANKS = 2, 64
+_BOUND_S = 600.0
 
 _DESCRIPTION = """\
 Measures latency and bandwidth between hosts, inside them and in shared memory, how fast compressors are, and how
@@ -68,7 +70,8 @@ def run(options: argparse.Namespace) -> int:
     if task is None or task.rank == 0:
         _check_file(options.out)
     if task is None:
-        findings = probe_alone(options.ranks or _DEFAULT_RANKS, options.brief, quiet=options.json)
+        ranks = options.ranks or _DEFAULT_RANKS
+        findings = measure_alone(partial(measure, brief=options.brief), ranks, len(STAGES), options.json, _BOUND_S)
     else:
         findings = _probe_under_launcher(options, task)
     if task is None or task.rank == 0:
@@ -83,7 +86,7 @@ def _probe_under_launcher(options: argparse.Namespace, task: Task) -> ProbeFindi
             f"gradsync probe: --ranks {options.ranks}, but {task.launcher} started {task.world_size}: leave --ranks out"
         )
     init()
-    findings = probe_as_rank(options.brief, quiet=options.json)
+    findings = measure_as_rank(partial(measure, brief=options.brief), len(STAGES), options.json)
     dist.barrier()
     dist.destroy_process_group()
     return findings

@@ -1,5 +1,5 @@
 """Asynchronous SGD with bounded staleness.
 
-Along a push: `asynchronous` packs the gradients (`payload`), `mail` carries them (`message`), the `owner` decides
-when they become an update (`clocks`) of its `shard`, which a `optimizer_copy` of the user's optimizer makes.
+Along a push: `worker` packs the gradients (`messages`), `mail` carries them, the `owner` decides when they become an
+update (`staleness`) of its `shard`, which an `optimizer_copy` of the user's optimizer makes.
 """

@@ -1,6 +1,6 @@
-"""Letters between the ranks: one receiver thread, and sends that never block.
+"""Messages between the ranks: one receiver thread, and sends that never block.
 
-    training thread ──┐                                   ┌──▶ take(source, message, payload)
+    training thread ──┐                                   ┌──▶ handle(source, message, payload)
     receiver thread ──┼─▶ send ─▶ peers ─▶ messages ─▶ receiver thread, the only caller of recv
     keeper thread ────┘  ALIVE to both neighbours: no receiver waits as long as the group allows
 
@@ -34,13 +34,21 @@ from typing import NamedTuple
 import torch
 from torch.distributed import Work
 
-from gradsync.pace.async_sgd.messages import MESSAGE_NBYTES, REQUEST_TAG, Message, MessageKind, payload_tag, read, write
+from gradsync.pace.async_sgd.messages import (
+    MESSAGE_NBYTES,
+    REQUEST_TAG,
+    MessageKind,
+    ShardMessage,
+    payload_tag,
+    read,
+    write,
+)
 from gradsync.transport.groups import Channel
 from gradsync.transport.sockets import cut
 
 _GRACE_S = 4.0  # for a neighbour's ALIVE or BYE to wake the receiver, and for our own messages to leave
 
-Take = Callable[[int, Message, torch.Tensor | None], None]
+Handler = Callable[[int, ShardMessage, torch.Tensor | None], None]
 
 
 class Failure(NamedTuple):
@@ -76,15 +84,15 @@ class Mail:
         self._threads: list[threading.Thread] = []
         self.failure: Failure | None = None
 
-    def start(self, take: Take) -> None:
-        """From now on every message is handed to `take`, on the receiver thread."""
+    def start(self, handle: Handler) -> None:
+        """From now on every message is handed to `handle`, on the receiver thread."""
         if not self._peers:
             return
-        for run, name in (((lambda: self._receive(take)), "receiver"), (self._keep, "keeper")):
+        for run, name in (((lambda: self._receive(handle)), "receiver"), (self._keep, "keeper")):
             self._threads.append(threading.Thread(target=run, name=f"gradsync-async-{name}", daemon=True))
             self._threads[-1].start()
 
-    def send(self, to: int, message: Message, payload: torch.Tensor | None = None) -> None:
+    def send(self, to: int, message: ShardMessage, payload: torch.Tensor | None = None) -> None:
         """Start sending; what is sent must not be written afterwards."""
         with self._sending:
             nbytes = 0 if payload is None else payload.numel()
@@ -102,7 +110,7 @@ class Mail:
         self._stop.set()
         for peer in self._peers:
             with contextlib.suppress(RuntimeError):  # whoever is gone does not need it
-                self.send(peer, Message(MessageKind.BYE))
+                self.send(peer, ShardMessage(MessageKind.BYE))
 
     def all_gone(self, slice_s: float) -> bool:
         """Whether the threads have ended: all said goodbye, and all messages have left. Waits for at most a slice."""
@@ -124,7 +132,7 @@ class Mail:
 
     # On the threads
 
-    def _receive(self, take: Take) -> None:
+    def _receive(self, handle: Handler) -> None:
         there = set(self._peers)
         try:
             while there and not self._abandoned:
@@ -132,19 +140,19 @@ class Mail:
                 if message.kind is MessageKind.BYE:
                     there.discard(source)
                 elif message.kind is not MessageKind.ALIVE:
-                    self._hand_over(take, source, message, payload)
+                    self._handle(handle, source, message, payload)
         except Exception as error:
             if self.failure is None:
                 self.failure = Failure(error, ours=False)
 
-    def _hand_over(self, take: Take, source: int, message: Message, payload: torch.Tensor | None) -> None:
+    def _handle(self, handle: Handler, source: int, message: ShardMessage, payload: torch.Tensor | None) -> None:
         try:
-            take(source, message, payload)
+            handle(source, message, payload)
         except Exception as error:
             self.failure = Failure(error, ours=True)
             raise
 
-    def _next(self) -> tuple[int, Message, torch.Tensor | None]:
+    def _next(self) -> tuple[int, ShardMessage, torch.Tensor | None]:
         request = torch.empty(MESSAGE_NBYTES, dtype=torch.uint8, device="cpu")
         work = self._channel.recv_any(request, REQUEST_TAG)
         work.wait()
@@ -153,40 +161,40 @@ class Mail:
             payload = torch.empty(message.nbytes, dtype=torch.uint8, device="cpu")
             self._channel.recv(payload, source, self._tag(message, source, self._rank)).wait()
         self._heard[source] += 1
-        self._let_go(source, message.heard)
+        self._release(source, message.heard)
         return source, message, payload
 
-    def _let_go(self, peer: int, heard: int) -> None:
-        """See [Heard]. A work is waited for once only: gloo counts completions, and a second wait never ends."""
+    def _release(self, peer: int, heard: int) -> None:
+        """Let go of what was heard: see [Heard]. A work is waited for once: a second wait of gloo's never ends."""
         while (message := self._pop(peer, heard)) is not None:
             for work in message.works:
                 work.wait()
 
     def _pop(self, peer: int, heard: int) -> _SentMessage | None:
         with self._sending:
-            return self._sent[peer].popleft() if self._keeps(peer, heard) else None
+            return self._sent[peer].popleft() if self._is_unheard(peer, heard) else None
 
-    def _keeps(self, peer: int, number: int) -> bool:
+    def _is_unheard(self, peer: int, number: int) -> bool:
         """Whether a message up to this one has not been heard yet."""
         sent = self._sent[peer]
         return bool(sent) and sent[0].number <= number
 
     def _keep(self) -> None:
-        """Keep both neighbours in the circle awake, so that each also learns what was heard: see [Heard]."""
+        """Keep both neighbours in the ring awake, so that each also learns what was heard: see [Heard]."""
         last = {self._peers[self._rank % len(self._peers)]: 0, self._peers[self._rank - 1]: 0}
         while not self._stop.wait(self._period_s):
             for peer, number in last.items():
                 with self._sending:
-                    stands_still = self._keeps(peer, number) and self._told[peer] == self._heard[peer]
+                    stands_still = self._is_unheard(peer, number) and self._told[peer] == self._heard[peer]
                 if stands_still:
                     continue  # another would only wait beside the one before
                 with contextlib.suppress(RuntimeError):  # it is gone: whoever waits learns it from the beats
-                    self.send(peer, Message(MessageKind.ALIVE))
+                    self.send(peer, ShardMessage(MessageKind.ALIVE))
                     last[peer] = self._written[peer]
         # The last messages must leave while this process lives, and stay alive until then.
         for peer in self._peers:
             with contextlib.suppress(RuntimeError):
-                self._let_go(peer, self._written[peer])
+                self._release(peer, self._written[peer])
 
-    def _tag(self, message: Message, source: int, to: int) -> int:
+    def _tag(self, message: ShardMessage, source: int, to: int) -> int:
         return payload_tag(message.kind, to if message.kind is MessageKind.PUSH else source, message.version)

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import enum
 import struct
+import threading
 from collections.abc import Sequence
 from itertools import compress
 from typing import NamedTuple
@@ -51,7 +52,7 @@ class MessageKind(enum.IntEnum):
     BYE = 6  # nothing follows
 
 
-class Message(NamedTuple):
+class ShardMessage(NamedTuple):
     """One request."""
 
     kind: MessageKind
@@ -62,18 +63,18 @@ class Message(NamedTuple):
     heard: int = 0  # how many requests the sender has had from the receiver
 
 
-def write(message: Message) -> torch.Tensor:
+def write(message: ShardMessage) -> torch.Tensor:
     """The message as bytes.
 
-    >>> read(write(Message(MessageKind.PULL, clock=3, heard=7)))
-    Message(kind=<MessageKind.PULL: 3>, clock=3, version=0, slowest=0, nbytes=0, heard=7)
+    >>> read(write(ShardMessage(MessageKind.PULL, clock=3, heard=7)))
+    ShardMessage(kind=<MessageKind.PULL: 3>, clock=3, version=0, slowest=0, nbytes=0, heard=7)
     """
     return torch.frombuffer(bytearray(_STRUCT.pack(*message)), dtype=torch.uint8)
 
 
-def read(message: torch.Tensor) -> Message:
+def read(message: torch.Tensor) -> ShardMessage:
     kind, *rest = _STRUCT.unpack(message.numpy().tobytes())
-    return Message(MessageKind(kind), *rest)
+    return ShardMessage(MessageKind(kind), *rest)
 
 
 def payload_tag(kind: MessageKind, shard: int, version: int) -> int:
@@ -107,3 +108,48 @@ def unpack(payload: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Te
     there = payload[: len(like)].tolist()
     views = iter(cut_bytes(payload[align(len(like)) :], list(compress(like, there))))
     return [next(views) if here else None for here in there]
+
+
+class OwnerAnswer(NamedTuple):
+    """What an owner answers to PULL and DRAIN."""
+
+    version: int
+    slowest: int  # the lowest clock of all who still push
+    payload: torch.Tensor
+
+
+class Inbox:
+    """The answers of all owners to one question.
+
+    The training thread asks and waits here; the owners' answers are put in, on any thread.
+    """
+
+    def __init__(self, num_owners: int) -> None:
+        self._size = num_owners
+        self._answers: dict[int, OwnerAnswer] = {}
+        self._arrived = threading.Condition()
+
+    def empty(self) -> None:
+        """Forget the answers to the question before."""
+        with self._arrived:
+            self._answers.clear()
+
+    def put(self, owner: int, answer: OwnerAnswer) -> None:
+        with self._arrived:
+            self._answers[owner] = answer
+            self._arrived.notify_all()
+
+    def full(self, slice_s: float) -> bool:
+        """Whether every owner has answered; waits for at most a slice."""
+        with self._arrived:
+            return self._arrived.wait_for(lambda: len(self._answers) == self._size, slice_s)
+
+    def missing(self) -> list[int]:
+        """The owners that have not answered."""
+        with self._arrived:
+            return [owner for owner in range(self._size) if owner not in self._answers]
+
+    def answers(self) -> list[OwnerAnswer]:
+        """All answers, by owner."""
+        with self._arrived:
+            return [self._answers[owner] for owner in range(self._size)]

@@ -4,8 +4,7 @@
                        state  ─ taken over once ──▶ copy: same class, groups of masters, state of its own
 
 The user's own `step()` finds no gradients and does nothing; a scheduler goes on changing its groups, and the
-copy
-follows.
+copy follows.
 
 Note [Noted hyper-parameters]
     A scheduler steps after this rank's push, but the update of that clock may come later, with the last push of

@@ -28,9 +28,8 @@ from typing import NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from gradsync.pace.async_sgd import shard_state
-from gradsync.pace.async_sgd.messages import unpack
-from gradsync.pace.async_sgd.shard import Shard
+from gradsync.pace.async_sgd.messages import OwnerAnswer, unpack
+from gradsync.pace.async_sgd.shard import Shard, State
 from gradsync.pace.async_sgd.staleness import Clocks, Histogram, staleness_bound
 from gradsync.plan.paces import AsyncSGD
 
@@ -44,18 +43,12 @@ class Push(NamedTuple):
     gradients: Gradients
 
 
-class Read(NamedTuple):
-    """What a worker is answered."""
-
-    version: int
-    slowest: int  # the lowest clock of all who still push
-    payload: torch.Tensor
-
-
 class Owner:
     """One shard and all that is asked of it."""
 
-    def __init__(self, shard: Shard, num_workers: int, settings: AsyncSGD, answer: Callable[[int, Read], None]) -> None:
+    def __init__(
+        self, shard: Shard, num_workers: int, settings: AsyncSGD, answer: Callable[[int, OwnerAnswer], None]
+    ) -> None:
         self._shard = shard
         self._size = num_workers
         self._settings = settings
@@ -63,10 +56,10 @@ class Owner:
         self._lock = threading.Lock()
         self._clocks = Clocks(num_workers)
         self._complete = 0  # with max_staleness=0: the last clock whose mean was applied
-        self._given: dict[int, dict[int, Push]] = {}  # by clock, then by worker
+        self._pushes: dict[int, dict[int, Push]] = {}  # by clock, then by worker
         self._readers: dict[int, int] = {}  # who waits to read, and at which clock
         self._drained: dict[int, tuple[int, bool]] = {}  # who waits for all: at which clock, and whether it goes on
-        self._then = [shard.packed()] * num_workers if settings.compensate is not None else []
+        self._last_read = [shard.packed()] * num_workers if settings.compensate is not None else []
         self._staleness = Histogram()
 
     # What workers ask
@@ -77,33 +70,33 @@ class Owner:
             self._clocks.advance(worker, clock)
             push = Push(version, unpack(payload, self._shard.masters))
             if self._settings.max_staleness == 0:
-                self._given.setdefault(clock, {})[worker] = push
+                self._pushes.setdefault(clock, {})[worker] = push
             else:
                 self._update_alone(worker, push)
-            self._go_on()
+            self._advance()
 
     def pull(self, worker: int, clock: int) -> None:
-        """Answer as soon as the worker may read."""
+        """OwnerAnswer as soon as the worker may read."""
         with self._lock:
             self._readers[worker] = clock
-            self._go_on()
+            self._advance()
 
     def leave(self, worker: int) -> None:
         """The worker pushes no more: nobody waits for it."""
         with self._lock:
             self._clocks.leave(worker)
-            self._go_on()
+            self._advance()
 
     def drain(self, worker: int, clock: int, stays: bool) -> None:
-        """Answer all workers at once, when the last has asked and all they pushed is applied."""
+        """OwnerAnswer all workers at once, when the last has asked and all they pushed is applied."""
         with self._lock:
             self._drained[worker] = (clock, stays)
             if len(self._drained) < self._size:
                 self._clocks.leave(worker)  # until all are level: nobody waits for who waits for all
-                self._go_on()
+                self._advance()
                 return
-            while self._given:
-                self._update_together(min(self._given))
+            while self._pushes:
+                self._update_together(min(self._pushes))
             level = max(clock for clock, _ in self._drained.values())
             self._clocks.level(level, [self._drained[each][1] for each in range(self._size)])
             self._complete = level
@@ -122,10 +115,10 @@ class Owner:
         """Go on from these, and from the optimizers' state."""
         with self._lock:
             self._shard.restart(parameters, optimizers)
-            self._then = [self._shard.packed()] * len(self._then)
+            self._last_read = [self._shard.packed()] * len(self._last_read)
 
-    def holding_up(self) -> list[int]:
-        """Who the others wait for, as far as this owner knows."""
+    def stragglers(self) -> list[int]:
+        """The workers that the others wait for, as far as this owner knows."""
         with self._lock:
             if self._drained:
                 return [worker for worker in range(self._size) if worker not in self._drained]
@@ -141,20 +134,20 @@ class Owner:
                 **{f"staleness_histogram_{name}": count for name, count in self._staleness.counts().items()},
             }
 
-    def state(self, clock: int) -> shard_state.State:
+    def state(self, clock: int) -> State:
         with self._lock:
-            return shard_state.save(self._shard, clock)
+            return self._shard.state(clock)
 
     def load(self, state: Mapping[str, torch.Tensor]) -> int:
-        """Before a drain, which brings it to all; the clock it was saved at."""
+        """Take over a state before a drain, which brings it to all; returns the clock it was saved at."""
         with self._lock:
-            return shard_state.load(self._shard, state)
+            return self._shard.load(state)
 
     # Under the lock
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         """Do what has become possible."""
-        while self._complete < self._clocks.slowest and self._complete + 1 in self._given:
+        while self._complete < self._clocks.slowest and self._complete + 1 in self._pushes:
             self._update_together(self._complete + 1)
         for worker, clock in list(self._readers.items()):
             if self._clocks.may_read(clock, self._settings.max_staleness):
@@ -163,7 +156,7 @@ class Owner:
 
     def _update_together(self, clock: int) -> None:
         """The mean of what was given for this clock: each divided first, then added in rank order."""
-        given = self._given.pop(clock)
+        given = self._pushes.pop(clock)
         for push in given.values():
             self._staleness.add(self._shard.version - push.version)
         shares = [[_divided(g, len(given)) for g in given[worker].gradients] for worker in sorted(given)]
@@ -179,8 +172,9 @@ class Owner:
         self._shard.update([_divided(g, self._clocks.num_live) for g in gradients], lr_scale)
 
     def _compensated(self, worker: int, gradients: Gradients, factor: float) -> Gradients:
-        """See [Compensation]."""
-        then, now = (unpack(payload, self._shard.masters) for payload in (self._then[worker], self._shard.packed()))
+        """The gradients corrected to first order: see [Compensation]."""
+        payloads = (self._last_read[worker], self._shard.packed())
+        then, now = (unpack(payload, self._shard.masters) for payload in payloads)
         return [
             None if g is None or w is None or w_then is None else g + factor * g * g * (w - w_then)
             for g, w, w_then in zip(gradients, now, then, strict=True)
@@ -188,9 +182,9 @@ class Owner:
 
     def _serve(self, worker: int) -> None:
         payload = self._shard.packed()
-        if self._then:
-            self._then[worker] = payload
-        self._answer(worker, Read(self._shard.version, self._clocks.slowest, payload))
+        if self._last_read:
+            self._last_read[worker] = payload
+        self._answer(worker, OwnerAnswer(self._shard.version, self._clocks.slowest, payload))
 
 
 def _divided(gradient: torch.Tensor | None, by: int) -> torch.Tensor | None:
@@ -198,7 +192,7 @@ def _divided(gradient: torch.Tensor | None, by: int) -> torch.Tensor | None:
 
 
 def _sum(column: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """In order; None if nobody used the parameter."""
+    """The sum in this order; None if nobody used the parameter."""
     total: torch.Tensor | None = None
     for gradient in column:
         if gradient is not None:

@@ -23,14 +23,14 @@ _FIRST_LOOK_S = 0.1  # before this rank says that it waits
 _ANY_STEP = sys.maxsize  # workers are at different steps: that one is ahead excuses nothing
 
 
-class _Answer(NamedTuple):
+class _Awaited(NamedTuple):
     """What a worker waits for."""
 
     what: str
-    holding_up: Callable[[], list[int]]  # who is late when that takes too long
+    stragglers: Callable[[], list[int]]  # who is late when that takes too long
 
 
-class PeerWait(BoundedWait[_Answer]):
+class PeerWait(BoundedWait[_Awaited]):
     """Waits, and knows whom to name."""
 
     step = _ANY_STEP
@@ -43,13 +43,13 @@ class PeerWait(BoundedWait[_Answer]):
         self._shards = shards  # the parameters of each rank's
         self._failure = failure
 
-    def wait(self, landed: Callable[[float], bool], what: str, holding_up: Callable[[], list[int]]) -> None:
-        """Return when `landed(slice_s)` says so; `holding_up` tells who is late when that takes too long."""
+    def wait(self, landed: Callable[[float], bool], what: str, stragglers: Callable[[], list[int]]) -> None:
+        """Return when `landed(slice_s)` says so; `stragglers` tells who is late when that takes too long."""
         self.check(what)
         if landed(_FIRST_LOOK_S):
             return
-        before = self._session.liveness.state
-        self.sleep(landed, self._timeout, _Answer(what, holding_up))
+        before = self._session.said
+        self.sleep(landed, self._timeout, _Awaited(what, stragglers))
         self._session.resume(before)
 
     def check(self, what: str) -> None:
@@ -70,25 +70,25 @@ class PeerWait(BoundedWait[_Answer]):
         self._session.at(Phase.WAITING)
         culprits, sights = self._session.liveness.investigate()
         if culprits:
-            self._mourn(culprits, sights, what, error)
+            self._raise_lost(culprits, sights, what, error)
         self._session.fail()
         raise GradSyncError(
             f"{here} the transport failed in {what} ({first_line(error)}), though every rank is alive. Look at the "
             "network between the hosts"
         ) from error
 
-    def between_slices(self, awaited: _Answer) -> None:
+    def between_slices(self, awaited: _Awaited) -> None:
         self.check(awaited.what)
 
-    def lose(self, culprits: list[int], sights: Sights, awaited: _Answer) -> NoReturn:
-        self._mourn(culprits, sights, awaited.what)
+    def lose(self, culprits: list[int], sights: Sights, awaited: _Awaited) -> NoReturn:
+        self._raise_lost(culprits, sights, awaited.what)
 
-    def warn(self, sights: Sights, awaited: _Answer, waited: float) -> None:
-        who = self._session.accounts(sights, awaited.holding_up()) or "every rank is here"
+    def warn(self, sights: Sights, awaited: _Awaited, waited: float) -> None:
+        who = self._session.accounts(sights, awaited.stragglers()) or "every rank is here"
         warnings.warn(f"{self._session.place()} has waited {waited:.0f} s for {awaited.what}: {who}", stacklevel=5)
 
-    def lose_patience(self, sights: Sights, awaited: _Answer, waited: float) -> NoReturn:
-        others = [rank for rank in awaited.holding_up() if rank in sights]
+    def lose_patience(self, sights: Sights, awaited: _Awaited, waited: float) -> NoReturn:
+        others = [rank for rank in awaited.stragglers() if rank in sights]
         self._session.fail(tuple(others))
         who = self._session.accounts(sights, others) or "every rank is here, but no answer arrives"
         raise SyncTimeout(
@@ -98,7 +98,7 @@ class PeerWait(BoundedWait[_Answer]):
             self._session.global_ranks(others),
         )
 
-    def _mourn(self, culprits: list[int], sights: Sights, what: str, error: Exception | None = None) -> NoReturn:
+    def _raise_lost(self, culprits: list[int], sights: Sights, what: str, error: Exception | None = None) -> NoReturn:
         session = self._session
         ranks = session.global_ranks(culprits)
         if session.groups.rank in culprits:

@@ -7,6 +7,14 @@
 
 The masters lie where the parameters lie; what comes and goes is staged through the host.
 
+A state is flat tensors; the hyper-parameters are in the user's optimizer, and are saved with it:
+
+    version                        how many updates were made
+    clock                          of every worker: all stand level when a shard is saved
+    master.<parameter>             the parameter
+    optimizer.<i>.<parameter>.<k>  tensor k that the i-th optimizer keeps for it
+    number.<i>.<parameter>.<k>     the same, for a plain number
+
 Note [One stream]
     The training thread and the receiver thread both work on the masters, in turn, under the owner's lock. On a GPU
     each thread has a current stream of its own, so all of this is issued to the default stream, where the order
@@ -16,15 +24,18 @@ Note [One stream]
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from gradsync.errors import GradSyncError
 from gradsync.pace.async_sgd.messages import pack
 from gradsync.pace.async_sgd.optimizer_copy import OptimizerCopy
 
+State = dict[str, torch.Tensor]
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 
 
@@ -101,3 +112,57 @@ class Shard:
             for device in self._devices:
                 stack.enter_context(torch.cuda.stream(torch.cuda.default_stream(device)))
             yield
+
+    # As flat tensors
+
+    def state(self, clock: int) -> State:
+        """Copies of all that it needs to go on."""
+        state = {"version": torch.tensor(self.version, device="cpu"), "clock": torch.tensor(clock, device="cpu")}
+        for name, master in zip(self.names, self.masters, strict=True):
+            state[f"master.{name}"] = master.detach().clone()
+            for i, optimizer_copy in enumerate(self.optimizer_copies):
+                for key, value in optimizer_copy.state_of(master).items():
+                    if isinstance(value, torch.Tensor):
+                        state[f"optimizer.{i}.{name}.{key}"] = value.clone()
+                    elif value is not None:
+                        state[f"number.{i}.{name}.{key}"] = _number(value, key, name)
+        return state
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> int:
+        """Put back what `state` gave; the clock it was saved at."""
+        shapes = {f"master.{name}": master.shape for name, master in zip(self.names, self.masters, strict=True)}
+        saved = {key: value.shape for key, value in state.items() if key.startswith("master.")}
+        if saved != shapes:
+            odd = sorted({key for key, _ in saved.items() ^ shapes.items()})[0].removeprefix("master.")
+            raise GradSyncError(
+                f"the saved shard is not the one this rank keeps: they differ in {odd!r}. Every rank must load what "
+                "the same rank saved, with the same model and equally many ranks"
+            )
+        self.put([state[f"master.{name}"] for name in self.names], int(state["version"]))
+        for name, master in zip(self.names, self.masters, strict=True):
+            for i, optimizer_copy in enumerate(self.optimizer_copies):
+                optimizer_copy.set_state(master, _optimizer_state(state, f"{i}.{name}.", master.device))
+        return int(state["clock"])
+
+
+def _number(value: object, key: str, name: str) -> torch.Tensor:
+    if isinstance(value, bool | int | float):
+        return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None, device="cpu")
+    raise GradSyncError(
+        f"async_sgd cannot save the optimizer's {key!r} of {name!r}: it is a {type(value).__name__}, and only tensors "
+        "and numbers are saved. Use an optimizer that keeps those"
+    )
+
+
+def _optimizer_state(state: Mapping[str, torch.Tensor], prefix: str, device: torch.device) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        kind, _, rest = key.partition(".")
+        entry = rest.removeprefix(prefix)
+        if rest == entry or "." in entry:  # of another parameter, perhaps of one whose name goes on from ours
+            continue
+        if kind == "number":
+            found[entry] = value.item()
+        elif kind == "optimizer":  # a count of steps stays where the optimizer had it
+            found[entry] = value.to(device, copy=True) if value.dim() else value.clone()
+    return found

@@ -63,7 +63,7 @@ class Clocks:
         return min((now for now, live in zip(self._now, self._live, strict=True) if live), default=max(self._now))
 
     def slowest_workers(self) -> list[int]:
-        """Who holds the others up."""
+        """The workers that hold the others up."""
         return [w for w, now in enumerate(self._now) if self._live[w] and now == self.slowest]
 
     def distance(self, clock: int) -> int:

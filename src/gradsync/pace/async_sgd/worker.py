@@ -24,10 +24,9 @@ import torch
 from torch.optim import Optimizer
 
 from gradsync.errors import GradSyncError
-from gradsync.pace.async_sgd.answers import Inbox
-from gradsync.pace.async_sgd.mail import Failure, Mail, Take
-from gradsync.pace.async_sgd.messages import Message, MessageKind, pack, unpack
-from gradsync.pace.async_sgd.owner import Owner, Read
+from gradsync.pace.async_sgd.mail import Failure, Handler, Mail
+from gradsync.pace.async_sgd.messages import Inbox, MessageKind, OwnerAnswer, ShardMessage, pack, unpack
+from gradsync.pace.async_sgd.owner import Owner
 from gradsync.pace.async_sgd.peer_wait import PeerWait
 from gradsync.pace.async_sgd.shard import Named, Shard, partition
 from gradsync.plan.paces import AsyncSGD
@@ -93,14 +92,14 @@ class AsyncWorker:
             parameter.grad = None
         for owner, payload in enumerate(payloads):
             if owner != self._rank:
-                self._send(owner, Message(MessageKind.PUSH, self.clock, self._versions[owner]), what, payload)
+                self._send(owner, ShardMessage(MessageKind.PUSH, self.clock, self._versions[owner]), what, payload)
         self._owner.note()
         self._owner.push(self._rank, self.clock, self._versions[self._rank], payloads[self._rank])
 
     def pull(self) -> None:
         """Before a forward: wait as `max_staleness` says, then take the newest parameters of all owners."""
-        reads = self._ask(Message(MessageKind.PULL, self.clock), f"a read of parameters at clock {self.clock}")
-        self._distance = max(self._distance, self.clock - min(read.slowest for read in reads))
+        answers = self._ask(ShardMessage(MessageKind.PULL, self.clock), f"a read of parameters at clock {self.clock}")
+        self._distance = max(self._distance, self.clock - min(answer.slowest for answer in answers))
         self._is_level = self._is_level or len(self._shares) == 1  # who is alone has read all that was pushed
 
     def drain(self, rejoin: bool = False) -> None:
@@ -109,8 +108,8 @@ class AsyncWorker:
         A worker that has left stays so, unless it asks to `rejoin`.
         """
         self._live = self._live or rejoin
-        reads = self._ask(Message(MessageKind.DRAIN, self.clock, int(self._live)), "a drain")
-        self.clock = reads[0].slowest
+        answers = self._ask(ShardMessage(MessageKind.DRAIN, self.clock, int(self._live)), "a drain")
+        self.clock = answers[0].slowest
         self._is_level = True
 
     def leave(self) -> None:
@@ -119,12 +118,12 @@ class AsyncWorker:
             self._live = False
             for owner in range(len(self._shares)):
                 if owner != self._rank:
-                    self._send(owner, Message(MessageKind.LEAVE, self.clock), "leave()")
+                    self._send(owner, ShardMessage(MessageKind.LEAVE, self.clock), "leave()")
             self._owner.note()
             self._owner.leave(self._rank)
 
     def stats(self) -> dict[str, float | int | str | None]:
-        """Of this worker: clock, distance and waits. Of its shard: version and staleness."""
+        """This worker's clock, distance and waits, and its shard's version and staleness."""
         return {
             "clock": self.clock,
             "clock_distance_max": self._distance,
@@ -158,7 +157,7 @@ class AsyncWorker:
         finally:
             self._end()
 
-    def _ask(self, message: Message, what: str) -> list[Read]:
+    def _ask(self, message: ShardMessage, what: str) -> list[OwnerAnswer]:
         """Ask all owners, wait for all answers, and take over the parameters."""
         self._inbox.empty()
         start = time.perf_counter()
@@ -169,26 +168,26 @@ class AsyncWorker:
             self._owner.pull(self._rank, message.clock)
         else:
             self._owner.drain(self._rank, message.clock, bool(message.version))
-        self._peer_wait.wait(self._inbox.full, what, self._holding_up)
+        self._peer_wait.wait(self._inbox.full, what, self._stragglers)
         self._waited_s += time.perf_counter() - start
-        reads = self._inbox.reads()
+        answers = self._inbox.answers()
         with torch.no_grad():
-            for share, read in zip(self._shares, reads, strict=True):
-                for parameter, value in zip(share, unpack(read.payload, share), strict=True):
+            for share, answer in zip(self._shares, answers, strict=True):
+                for parameter, value in zip(share, unpack(answer.payload, share), strict=True):
                     assert value is not None, "an owner packs all of its masters"
                     parameter.copy_(value)
-        self._versions = [read.version for read in reads]
+        self._versions = [answer.version for answer in answers]
         self._has_read = True
-        return reads
+        return answers
 
-    def _send(self, owner: int, message: Message, what: str, payload: torch.Tensor | None = None) -> None:
+    def _send(self, owner: int, message: ShardMessage, what: str, payload: torch.Tensor | None = None) -> None:
         try:
             self._mail.send(owner, message, payload)
         except RuntimeError as error:
             self._peer_wait.fail(what, Failure(error, ours=False))
 
-    def _holding_up(self) -> list[int]:
-        others = [rank for rank in self._owner.holding_up() if rank != self._rank]
+    def _stragglers(self) -> list[int]:
+        others = [rank for rank in self._owner.stragglers() if rank != self._rank]
         return others or self._inbox.missing()
 
     def _refuse_sparse(self) -> None:
@@ -210,32 +209,32 @@ class AsyncWorker:
 # Not methods: the threads must not keep the training loop's end alive.
 
 
-def _answer(rank: int, inbox: Inbox, mail: Mail) -> Callable[[int, Read], None]:
+def _answer(rank: int, inbox: Inbox, mail: Mail) -> Callable[[int, OwnerAnswer], None]:
     """What an owner does to answer."""
 
-    def answer(worker: int, read: Read) -> None:
+    def answer(worker: int, reply: OwnerAnswer) -> None:
         if worker == rank:
-            inbox.put(rank, read)
+            inbox.put(rank, reply)
             return
         with contextlib.suppress(RuntimeError):  # it is gone: whoever waits learns it from the beats
-            mail.send(worker, Message(MessageKind.PARAMETERS, 0, read.version, read.slowest), read.payload)
+            mail.send(worker, ShardMessage(MessageKind.PARAMETERS, 0, reply.version, reply.slowest), reply.payload)
 
     return answer
 
 
-def _serve(owner: Owner, inbox: Inbox, lane: Lane) -> Take:
+def _serve(owner: Owner, inbox: Inbox, lane: Lane) -> Handler:
     """What the receiver thread does with a message."""
 
-    def take(source: int, message: Message, payload: torch.Tensor | None) -> None:
+    def guarded(source: int, message: ShardMessage, payload: torch.Tensor | None) -> None:
         try:
             handle(source, message, payload)
         except Exception:
             lane.fail()  # this shard answers no more: nobody shall wait for it
             raise
 
-    def handle(source: int, message: Message, payload: torch.Tensor | None) -> None:
+    def handle(source: int, message: ShardMessage, payload: torch.Tensor | None) -> None:
         if message.kind is MessageKind.PARAMETERS:
-            inbox.put(source, Read(message.version, message.slowest, _whole(payload)))
+            inbox.put(source, OwnerAnswer(message.version, message.slowest, _whole(payload)))
         elif message.kind is MessageKind.PUSH:
             owner.push(source, message.clock, message.version, _whole(payload))
         elif message.kind is MessageKind.PULL:
@@ -245,7 +244,7 @@ def _serve(owner: Owner, inbox: Inbox, lane: Lane) -> Take:
         elif message.kind is MessageKind.LEAVE:
             owner.leave(source)
 
-    return take
+    return guarded
 
 
 def _whole(payload: torch.Tensor | None) -> torch.Tensor:

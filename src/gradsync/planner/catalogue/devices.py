@@ -68,7 +68,7 @@ def device(name: str) -> Device:
 
 
 def processor(name: str) -> Processor:
-    """The same with its usual link and its source."""
+    """A device by its name, with its usual link and its source."""
     found = DEVICES.get(name.strip().lower()) if isinstance(name, str) else None
     if found is None:
         raise ValueError(unknown("device", name, DEVICES))

@@ -137,7 +137,7 @@ def network(name: str) -> Link:
 
 
 def wire(name: str, tier: Tier) -> CatalogueLink:
-    """The same with its source."""
+    """A link by its name or its rate, with its source."""
     here, there = (LINKS, NETWORKS) if tier == "inside" else (NETWORKS, LINKS)
     what = "link inside a host" if tier == "inside" else "network"
     key = name.strip().lower() if isinstance(name, str) else ""

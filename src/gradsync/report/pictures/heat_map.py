@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from gradsync import svg
 from gradsync.report.lateness import LateRank
-from gradsync.report.pictures import svg
 from gradsync.report.pictures.binning import bins, mean, quantile
 from gradsync.report.pictures.escape import steps
+from gradsync.report.pictures.frame import Drawing, Frame, key, picture, step_axis
 from gradsync.report.table import Table
 from gradsync.units import show_seconds
 
@@ -36,15 +37,15 @@ def draw_heat(table: Table, late: dict[tuple[int, int], LateRank]) -> str:
     height = _ROW if len(ranks) <= 12 else _LOW_ROW
     foot = _TOP + height * len(ranks)
 
-    def draw(frame: svg.Frame) -> svg.Drawing:
+    def draw(frame: Frame) -> Drawing:
         parts: list[str] = []
         for number, (rank, row) in enumerate(zip(ranks, cells, strict=True)):
             parts += _row(frame, rank, columns, row, darkest_s, (_TOP + height * number, height))
-        parts += svg.step_axis(frame, [column[0] for column in columns], columns[-1][-1], foot + 16)
+        parts += step_axis(frame, [column[0] for column in columns], columns[-1][-1], foot + 16)
         return foot + _FOOT, parts
 
     label = f"Lateness of {len(ranks)} ranks in {steps(columns[0][0], columns[-1][-1])}"
-    drawing = svg.picture("heat", label, draw)
+    drawing = picture("heat", label, draw)
     return f"{drawing}{_key(darkest_s)}<p>{_caption(table, ranks, columns)}</p>"
 
 
@@ -62,7 +63,7 @@ def _mean_late(rank: int, column: Sequence[int], late: dict[tuple[int, int], Lat
 
 
 def _row(
-    frame: svg.Frame,
+    frame: Frame,
     rank: int,
     columns: Sequence[Sequence[int]],
     row: Sequence[float | None],
@@ -91,7 +92,7 @@ def _key(darkest_s: float) -> str:
     for shade in range(1, _SHADES + 1):
         at = darkest_s * shade / (_SHADES + 0.5)
         entries.append((f"h{shade}", f"≥ {show_seconds(at)}" if shade in (1, _SHADES) else ""))
-    return svg.key(*entries)
+    return key(*entries)
 
 
 def _caption(table: Table, ranks: Sequence[int], columns: Sequence[Sequence[int]]) -> str:

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from gradsync import svg
 from gradsync.report.lateness import own_s
 from gradsync.report.overhead import exposed
-from gradsync.report.pictures import svg
 from gradsync.report.pictures.binning import bins, mean, quantile, round_up
 from gradsync.report.pictures.escape import steps
+from gradsync.report.pictures.frame import NARROW, Drawing, Frame, key, picture, step_axis
 from gradsync.report.table import Table
 from gradsync.report.wording import show_share
 from gradsync.units import show_seconds
@@ -52,14 +53,14 @@ def draw_overhead(table: Table) -> str:
     slowest = round_up(1.15 * quantile([point.step_s for point in points], 0.97))
     foot = _TOP + _HIGH + _BETWEEN + _LOW
 
-    def draw(frame: svg.Frame) -> svg.Drawing:
+    def draw(frame: Frame) -> Drawing:
         parts = [*_shares(frame, points, top), *_times(frame, points, slowest), *_tips(frame, points, foot)]
-        parts += svg.step_axis(frame, [point.first for point in points], points[-1].last, foot + 18)
+        parts += step_axis(frame, [point.first for point in points], points[-1].last, foot + 18)
         return foot + 24, parts
 
     usual = show_share(mean(point.both for point in points))
-    drawing = svg.picture("overhead", f"Overhead over time: {usual} of the step on average", draw)
-    colours = svg.key(
+    drawing = picture("overhead", f"Overhead over time: {usual} of the step on average", draw)
+    colours = key(
         ("network", "waits for the exchange itself"), ("late", "waits for a late rank"), ("pace", "step time")
     )
     return f"{drawing}{colours}<p>{_caption(points)}</p>"
@@ -80,7 +81,7 @@ def _together(group: Sequence[OverheadPoint]) -> OverheadPoint:
     return OverheadPoint(group[0].first, group[-1].last, late, network, quantile([cost.step_s for cost in group], 0.5))
 
 
-def _shares(frame: svg.Frame, points: Sequence[OverheadPoint], top: float) -> Iterator[str]:
+def _shares(frame: Frame, points: Sequence[OverheadPoint], top: float) -> Iterator[str]:
     def y(share: float) -> float:
         return _TOP + _HIGH * (1 - min(1.0, share / top))
 
@@ -96,7 +97,7 @@ def _shares(frame: svg.Frame, points: Sequence[OverheadPoint], top: float) -> It
     yield svg.path("edge", both)
 
 
-def _times(frame: svg.Frame, points: Sequence[OverheadPoint], slowest: float) -> Iterator[str]:
+def _times(frame: Frame, points: Sequence[OverheadPoint], slowest: float) -> Iterator[str]:
     top = _TOP + _HIGH + _BETWEEN
 
     def y(step_s: float) -> float:
@@ -109,9 +110,9 @@ def _times(frame: svg.Frame, points: Sequence[OverheadPoint], slowest: float) ->
     yield svg.path("pace", [(_x(frame, index, points), y(point.step_s)) for index, point in enumerate(points)])
 
 
-def _tips(frame: svg.Frame, points: Sequence[OverheadPoint], foot: float) -> Iterator[str]:
+def _tips(frame: Frame, points: Sequence[OverheadPoint], foot: float) -> Iterator[str]:
     """Invisible columns that carry the numbers, where there is a mouse."""
-    if frame is svg.NARROW:
+    if frame is NARROW:
         return
     width = frame.plot / len(points)
     for index, point in enumerate(points):
@@ -128,6 +129,6 @@ def _caption(points: Sequence[OverheadPoint]) -> str:
     return said + (f" Each point stands for up to {most} steps." if most > 1 else "")
 
 
-def _x(frame: svg.Frame, index: int, points: Sequence[OverheadPoint]) -> float:
+def _x(frame: Frame, index: int, points: Sequence[OverheadPoint]) -> float:
     """In the middle of its column, but the first and the last reach the edges."""
     return frame.x_at(index / (len(points) - 1))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from gradsync import svg
 from gradsync.report.pictures.escape import name, shown
 from gradsync.trace.lines import BucketPlan
 from gradsync.trace.reader import RankTrace, RunTrace
@@ -106,9 +107,10 @@ def _row(weight: ParameterBytes, label: str, largest: int) -> Iterator[str]:
 def _bar(weight: ParameterBytes, largest: int) -> str:
     """Pale: the gradient; strong: what of it was sent."""
     width = max(1.0, _BAR * weight.nbytes / largest)
-    strong = "" if weight.sent is None else f'<rect class="wire" width="{_strong(weight, width):.1f}" height="12"/>'
-    shape = f'<rect class="raw" width="{width:.1f}" height="12"/>{strong}'
-    return f'<svg class="bar" viewBox="0 0 {_BAR} 12" aria-hidden="true">{shape}</svg>'
+    bars = [svg.rect("raw", 0, 0, width, 12)]
+    if weight.sent is not None:
+        bars.append(svg.rect("wire", 0, 0, _strong(weight, width), 12))
+    return svg.symbol("bar", _BAR, 12, *bars)
 
 
 def _strong(weight: ParameterBytes, width: float) -> float:

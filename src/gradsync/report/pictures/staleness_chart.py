@@ -6,7 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from gradsync.report.pictures import svg
+from gradsync import svg
+from gradsync.report.pictures.frame import Drawing, Frame, picture
 from gradsync.report.wording import show_share
 from gradsync.trace.reader import RankTrace, RunTrace
 
@@ -32,11 +33,11 @@ def draw_staleness(run: RunTrace) -> str:
         return ""
     foot = _TOP + _HIGH
 
-    def draw(frame: svg.Frame) -> svg.Drawing:
+    def draw(frame: Frame) -> Drawing:
         floor = svg.line("grid", frame.left, foot, frame.end, foot)
         return foot + _FOOT, [floor, *_bars(frame, found, total, foot)]
 
-    drawing = svg.picture("staleness", f"Histogram of the staleness of {total} updates", draw)
+    drawing = picture("staleness", f"Histogram of the staleness of {total} updates", draw)
     return f"{drawing}<p>Updates by the number of versions they missed, {total:,} in all.</p>"
 
 
@@ -54,7 +55,7 @@ def _told(trace: RankTrace) -> dict[tuple[int, int], int]:
     return {}
 
 
-def _bars(frame: svg.Frame, found: Mapping[tuple[int, int], int], total: int, foot: float) -> Iterator[str]:
+def _bars(frame: Frame, found: Mapping[tuple[int, int], int], total: int, foot: float) -> Iterator[str]:
     highest = max(found.values())
     width = min(110.0, frame.plot / len(found))
     for index, ((low, high), count) in enumerate(found.items()):

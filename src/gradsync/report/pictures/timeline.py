@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from gradsync import svg
 from gradsync.report.lateness import LateRank
-from gradsync.report.pictures import svg
 from gradsync.report.pictures.binning import bins, round_up
 from gradsync.report.pictures.escape import shown
+from gradsync.report.pictures.frame import Drawing, Frame, key, picture
 from gradsync.report.table import Table
 from gradsync.report.typical_step import Usual, usual_step
 from gradsync.report.wording import show_share
@@ -53,7 +54,7 @@ def draw_timeline(table: Table, late: dict[tuple[int, int], LateRank]) -> str:
         return ""
     rows = {rank: _lanes(_travels(cells[rank].buckets or [])) for rank in ranks}
 
-    def draw(frame: svg.Frame) -> svg.Drawing:
+    def draw(frame: Frame) -> Drawing:
         parts: list[str] = []
         y: float = _TOP
         for rank in ranks:
@@ -62,7 +63,7 @@ def draw_timeline(table: Table, late: dict[tuple[int, int], LateRank]) -> str:
         return y + 22, [*parts, *_axis(frame, y, until_s)]
 
     label = f"Timeline of step {step}: computation and communication of {len(ranks)} ranks"
-    drawing = svg.picture("timeline", label, draw)
+    drawing = picture("timeline", label, draw)
     shown_cells = [cells[rank] for rank in ranks]
     return f"{drawing}{_key(shown_cells)}<p>{_caption(usual, ranks, cells)}</p>"
 
@@ -108,7 +109,7 @@ def _lanes(travels: Sequence[Travel]) -> list[list[Travel]]:
 
 
 def _rank(
-    frame: svg.Frame, rank: int, step: StepLine, lanes: list[list[Travel]], y: float, until_s: float
+    frame: Frame, rank: int, step: StepLine, lanes: list[list[Travel]], y: float, until_s: float
 ) -> Iterator[str]:
     yield svg.text("y strong", frame.left - 10, y + 16, f"rank {rank}")
     for phase in step.phases[:_MOST_PHASES]:
@@ -123,7 +124,7 @@ def _rank(
 
 
 def _travel(
-    frame: svg.Frame, rank: int, travel: Travel, wait: list[tuple[float, float]], y: float, until_s: float
+    frame: Frame, rank: int, travel: Travel, wait: list[tuple[float, float]], y: float, until_s: float
 ) -> Iterator[str]:
     """The bar, and over it in red what of it was exposed."""
     exposed = [(max(travel.start, start), min(travel.stop, stop)) for start, stop in wait]
@@ -138,7 +139,7 @@ def _travel(
 
 
 def _bar(
-    frame: svg.Frame,
+    frame: Frame,
     kind: str,
     start: float,
     stop: float,
@@ -154,7 +155,7 @@ def _bar(
         yield svg.text(f"x on-{kind}", (left + right) / 2, y + height / 2 + 4, label)
 
 
-def _axis(frame: svg.Frame, y: float, until_s: float) -> Iterator[str]:
+def _axis(frame: Frame, y: float, until_s: float) -> Iterator[str]:
     yield svg.line("grid", frame.left, y - 6, frame.end, y - 6)
     tick = round_up(until_s / frame.ticks)
     for part in range(int(until_s / tick) + 1):
@@ -170,7 +171,7 @@ def _key(cells: Sequence[StepLine]) -> str:
         entries[1] = ("input", "input, or whatever else comes before forward")
     if any(cell.buckets for cell in cells):
         entries += [("wire", "bucket under way, hidden"), ("exposed", "bucket under way, exposed")]
-    return svg.key(*entries)
+    return key(*entries)
 
 
 def _caption(usual: Usual, ranks: Sequence[int], cells: dict[int, StepLine]) -> str:

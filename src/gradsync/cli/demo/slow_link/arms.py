@@ -16,7 +16,7 @@ from gradsync.compress.powersgd import powersgd
 from gradsync.compress.recipe import Compressor
 from gradsync.compress.topk import topk
 from gradsync.engine.attach import attach
-from gradsync.plan.plan import Plan
+from gradsync.plan.sync_plan import Plan
 
 End = Callable[[], None]
 Way = Callable[[nn.Module, Optimizer], tuple[nn.Module, End]]

@@ -30,7 +30,7 @@ from gradsync.cli.demo.slow_link.traffic import payload, sent
 from gradsync.cli.demo.story.arms import LEARNING_RATE, share, validate
 from gradsync.cli.demo.story.corpus import Text, read_library
 from gradsync.cli.demo.story.demo_model import DemoShape, build, loss_of
-from gradsync.cli.shared import advance
+from gradsync.cli.local_ranks import advance
 
 UNTIMED = 3  # first steps of an arm: DDP and gradsync learn in which order gradients come
 _VALIDATION_WINDOWS = 64
@@ -86,7 +86,7 @@ def train(shape: DemoShape, steps: int, shaper: Shaper, folder: str) -> tuple[di
         for replica in reversed(turn) if step % 2 else turn:
             replica.step(share(text, shape, step, rank))
             if rank == 0:
-                advance(os.path.join(folder, "progress"))
+                advance(folder)
     busy_cores = strangers.cores()
     for replica in replicas.values():
         replica.end()

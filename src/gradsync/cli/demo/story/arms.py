@@ -27,7 +27,7 @@ from gradsync.cli.bench.other_work import Strangers
 from gradsync.cli.demo.story.corpus import Text, draw, read_library
 from gradsync.cli.demo.story.demo_model import DemoShape, build, loss_of
 from gradsync.cli.demo.story.weight_distance import Gap, flatten, gap, widest
-from gradsync.cli.shared import advance
+from gradsync.cli.local_ranks import advance
 from gradsync.engine.attach import attach
 from gradsync.engine.handle import GradSync
 
@@ -68,7 +68,7 @@ class DemoArm:
     rounds: list[list[float]] = field(default_factory=list)
 
 
-def train(shape: DemoShape, steps: int, progress: str) -> DemoLedger:
+def train(shape: DemoShape, steps: int, folder: str) -> DemoLedger:
     """Run all arms for `steps` steps each; every rank calls it, in a group that exists."""
     text = read_library()
     arms, sync = _make_arms(shape)
@@ -77,7 +77,7 @@ def train(shape: DemoShape, steps: int, progress: str) -> DemoLedger:
     for number, first in enumerate(range(0, steps, _ROUND)):
         for arm in _in_turn(arms, number):
             dist.barrier()
-            _run_round(arm, text, shape, range(first, min(first + _ROUND, steps)), progress)
+            _run_round(arm, text, shape, range(first, min(first + _ROUND, steps)), folder)
     dist.barrier()
     busy_cores = strangers.cores()
     ledger = _close_books(arms, sync, text, shape, before)
@@ -101,7 +101,7 @@ def _in_turn(arms: list[DemoArm], number: int) -> list[DemoArm]:
     return order[::-1] if number % 2 else order
 
 
-def _run_round(arm: DemoArm, text: Text, shape: DemoShape, steps: range, progress: str) -> None:
+def _run_round(arm: DemoArm, text: Text, shape: DemoShape, steps: range, folder: str) -> None:
     arm.rounds.append([])
     if not arm.trains:
         return
@@ -115,7 +115,7 @@ def _run_round(arm: DemoArm, text: Text, shape: DemoShape, steps: range, progres
             if step >= _UNTIMED:
                 arm.rounds[-1].append(time.perf_counter() - start)
             if dist.get_rank() == 0:
-                advance(progress)
+                advance(folder)
 
 
 def _batch(arm: DemoArm, text: Text, shape: DemoShape, step: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradsync.cli.demo.story.arms import DDP, GRADSYNC, LEARNING_RATE, share
 from gradsync.cli.demo.story.corpus import read_library
 from gradsync.cli.demo.story.demo_model import DemoShape, build, loss_of
-from gradsync.cli.shared import advance
+from gradsync.cli.local_ranks import advance
 from gradsync.engine.attach import attach
 from gradsync.errors import GradSyncError
 from gradsync.launch.spawn import RankPool
@@ -63,7 +63,7 @@ class Death:
         return f"{told} after {last:.2f} s; {named} of {len(self.fates)} say that it was rank {self.killed}"
 
 
-def train_until_death(arm: str, killed: int, shape: DemoShape, folder: str, progress: str) -> None:
+def train_until_death(arm: str, killed: int, shape: DemoShape, folder: str) -> None:
     """Train; in step `KILL_STEP` the rank `killed` dies after its forward. For every rank of a group."""
     text, plain = read_library(), build(shape)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=LEARNING_RATE)
@@ -75,36 +75,37 @@ def train_until_death(arm: str, killed: int, shape: DemoShape, folder: str, prog
         try:
             loss = loss_of(model, share(text, shape, step, rank))
             if (rank, step) == (killed, KILL_STEP):
-                _die(folder)
+                _die(Path(folder, arm))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         except Exception as error:
-            _write(folder, f"fate-{rank}", _name(error), str(error))
+            _write(Path(folder, arm), f"fate-{rank}", _name(error), str(error))
             raise
         if rank == (killed + 1) % dist.get_world_size():
-            advance(progress)
+            advance(folder)
 
 
-def watch_death(pool: RankPool, arm: str, killed: int, shape: DemoShape, folder: str, progress: str) -> Death:
+def watch_death(pool: RankPool, arm: str, killed: int, shape: DemoShape, folder: str) -> Death:
     """Let it happen, on the ranks of this pool, and read what they left."""
-    Path(folder).mkdir()
+    left = Path(folder) / arm
+    left.mkdir()
     pool.pids()  # started before the clock
-    outcomes = pool.outcomes(train_until_death, arm, killed, shape, folder, progress, timeout=_LIMIT_S)
-    if not Path(folder, "killed").exists():
+    outcomes = pool.outcomes(train_until_death, arm, killed, shape, folder, timeout=_LIMIT_S)
+    if not Path(left, "killed").exists():
         ends = "\n".join(f"--- rank {rank} ---\n{outcome.text}" for rank, outcome in enumerate(outcomes))
         raise GradSyncError(f"with {arm} the ranks ended before rank {killed} was killed:\n{ends}")
-    died_at = _read(folder, "killed")["at"]
+    died_at = _read(left, "killed")["at"]
     survivors = [rank for rank in range(pool.ranks) if rank != killed]
-    return Death(arm, killed, [_fate(folder, rank, killed, died_at) for rank in survivors])
+    return Death(arm, killed, [_fate(left, rank, killed, died_at) for rank in survivors])
 
 
-def _die(folder: str) -> None:
+def _die(folder: Path) -> None:
     _write(folder, "killed", None, "")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _fate(folder: str, rank: int, killed: int, died_at: float) -> Fate:
+def _fate(folder: Path, rank: int, killed: int, died_at: float) -> Fate:
     try:
         said = _read(folder, f"fate-{rank}")
     except FileNotFoundError:
@@ -126,11 +127,11 @@ def _name(error: Exception) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _write(folder: str, name: str, error: str | None, message: str) -> None:
+def _write(folder: Path, name: str, error: str | None, message: str) -> None:
     # CLOCK_MONOTONIC is one clock for all processes of a machine.
     fate = {"at": time.monotonic(), "error": error, "message": message}
     Path(folder, name).write_text(json.dumps(fate))
 
 
-def _read(folder: str, name: str) -> dict[str, Any]:
+def _read(folder: Path, name: str) -> dict[str, Any]:
     return dict(json.loads(Path(folder, name).read_text()))

@@ -8,6 +8,7 @@ All ranks leave the step together, so a stopwatch shows the same time on each.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -23,13 +24,14 @@ from gradsync.cli.bench.other_work import Strangers
 from gradsync.cli.demo.story.arms import LEARNING_RATE, share
 from gradsync.cli.demo.story.corpus import read_library
 from gradsync.cli.demo.story.demo_model import DemoShape, build, loss_of
-from gradsync.cli.shared import advance
+from gradsync.cli.local_ranks import advance
 from gradsync.engine.attach import attach
 from gradsync.report.summary import summarize
 from gradsync.report.table import Table, tabulate
 from gradsync.trace.reader import read_run
 
 SLOWED_S = 0.03
+TRACE = "run"  # in the folder of the ranks
 _PHASES = ("input", "forward", "backward", "optimizer")
 
 
@@ -60,21 +62,21 @@ class Slowness:
         return {"command": "demo", **asdict(self)}
 
 
-def train_slowly(slowed: int, shape: DemoShape, steps: int, folder: str, progress: str) -> float:
+def train_slowly(slowed: int, shape: DemoShape, steps: int, folder: str) -> float:
     """Train with a trace, the rank `slowed` with a sleep in its input. For every rank of a group.
 
     On rank 0 it returns how many cores other processes kept busy meanwhile.
     """
     model = build(shape)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    sync = attach(model, optimizer, trace=folder)
+    sync = attach(model, optimizer, trace=os.path.join(folder, TRACE))
     strangers = Strangers()
     for batch in sync.data(_batches(slowed, shape, steps)):
         loss_of(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
         if dist.get_rank() == 0:
-            advance(progress)
+            advance(folder)
     busy_cores = strangers.cores()
     sync.detach()
     return busy_cores

@@ -1,4 +1,4 @@
-"""AsyncWorker SGD as a pace: a step pushes gradients and reads parameters; what happens between is in `asynchronous/`.
+"""Asynchronous SGD as a pace: a step pushes gradients and reads parameters; what happens between is in `worker`.
 
     backward ─ clip, unscale ─ optimizer.step:   before   its gradients are taken: the step itself finds none
                                                  after    push, then read
@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from gradsync.agreement.header import Call, Flag
 from gradsync.errors import GradSyncError, NonFinite
 from gradsync.pace.async_sgd.worker import AsyncWorker
-from gradsync.pace.contract import Due, Pace, SavedPace, Site, Stats
-from gradsync.pace.trained_parameters import Trained
+from gradsync.pace.contract import Due, Pace, PaceContext, SavedPace, Stats, below
+from gradsync.pace.trained_parameters import TrainedParameters
 from gradsync.plan.paces import AsyncSGD
 from gradsync.transport.lane import NET_S
 
@@ -34,15 +34,15 @@ class AsyncSGDPace(Pace):
 
     replicas_differ = True
 
-    def __init__(self, pace: AsyncSGD, site: Site, parent: dist.ProcessGroup, timeout: float) -> None:
+    def __init__(self, pace: AsyncSGD, context: PaceContext, parent: dist.ProcessGroup, timeout: float) -> None:
         """Every rank makes it at once, with equal parameters; `timeout` bounds every wait."""
-        groups = site.lane.groups
+        groups = context.lane.groups
         groups.add_part(parent, _CHANNEL, list(range(groups.size)), "cpu", timeout + NET_S)
-        self._site = site
-        self._trained = Trained(site)
+        self._context = context
+        self._trained = TrainedParameters(context)
         channel, named = groups.data[_CHANNEL], self._trained.named
-        self._workers = AsyncWorker(site.lane, channel, named, site.optimizers, pace, timeout)
-        self._due = Due(site.optimizers)  # a push
+        self._worker = AsyncWorker(context.lane, channel, named, context.optimizers, pace, timeout)
+        self._due = Due(context.optimizers)  # a push
         self._taken: dict[torch.nn.Parameter, torch.Tensor] = {}  # gradients that an optimizer was about to apply
         self._is_level = True  # nobody has pushed since all met
 
@@ -58,7 +58,7 @@ class AsyncSGDPace(Pace):
             self._push_and_read()
 
     def before_backward(self) -> None:
-        self._due.check_done(self._site.lane)
+        self._due.check_done(self._context.lane)
         self._trained.check()
 
     def after_backward(self, count: int, aborted: Flag) -> bool:
@@ -72,8 +72,9 @@ class AsyncSGDPace(Pace):
             return
         if getattr(optimizer, "grad_scale", None) is not None:  # a fused step would divide by it
             raise GradSyncError(
-                f"{self._site.lane.place()} a GradScaler leaves it to the fused {type(optimizer).__name__} to unscale, "
-                "but async_sgd takes gradients before that; call scaler.unscale_(optimizer) first, or use fused=False"
+                f"{self._context.lane.place()} a GradScaler leaves it to the fused {type(optimizer).__name__} to "
+                "unscale, but async_sgd takes gradients before that; call scaler.unscale_(optimizer) first, or use "
+                "fused=False"
             )
         for param in (param for group in optimizer.param_groups for param in group["params"]):
             if param.grad is not None:
@@ -90,24 +91,26 @@ class AsyncSGDPace(Pace):
         self._taken.clear()
         self._check_finite()
         self._due.clear()
-        self._is_level = self._site.lane.groups.size == 1
-        self._workers.push()
+        self._is_level = self._context.lane.groups.size == 1
+        self._worker.push()
         self._read()
-        self._site.lane.session.continue_at(self._workers.clock)
+        self._context.lane.session.continue_at(self._worker.clock)
 
     def _read(self) -> None:
         """Wait as the bound on staleness says, and record it."""
         begun = time.perf_counter()
-        self._site.recorder.start_waiting(on_device=False)
-        self._workers.pull()
-        self._site.recorder.finish_step(self._workers.clock, [(begun, time.perf_counter())], 0, 0, None)
+        self._context.recorder.start_waiting(on_device=False)
+        self._worker.pull()
+        self._context.recorder.finish_step(self._worker.clock, [(begun, time.perf_counter())], 0, 0, None)
 
     def _check_finite(self) -> None:
-        if self._site.guard.nonfinite == "allow":
+        if self._context.guard.nonfinite == "allow":
             return
         for name, param in self._trained.named:
             if param.grad is not None and not bool(param.grad.isfinite().all()):
-                raise NonFinite(f"{self._site.lane.place()} NaN or Inf in the gradient of {name}; no owner has got it")
+                raise NonFinite(
+                    f"{self._context.lane.place()} NaN or Inf in the gradient of {name}; no owner has got it"
+                )
 
     # With all ranks
 
@@ -118,23 +121,22 @@ class AsyncSGDPace(Pace):
     def drain(self) -> bool:
         if self._due:
             self._push_and_read()
-        self._workers.drain()
-        self._site.buffers.launch(self._site.lane, 0)
-        self._site.buffers.finish(self._site.lane)
-        self._site.lane.session.continue_at(self._workers.clock)
+        self._worker.drain()
+        self._context.buffers.launch(self._context.lane, 0)
+        self._context.buffers.finish(self._context.lane)
+        self._context.lane.session.continue_at(self._worker.clock)
         self._is_level = True
         return False
 
     def stats(self) -> Stats:
-        return self._workers.stats()
+        return self._worker.stats()
 
     def state(self) -> SavedPace:
-        return SavedPace({}, {_PREFIX + key: tensor for key, tensor in self._workers.state().items()})
+        return SavedPace({}, {_PREFIX + key: tensor for key, tensor in self._worker.state().items()})
 
     def load(self, saved: SavedPace) -> None:
-        own = {key.removeprefix(_PREFIX): tensor for key, tensor in saved.own.items() if key.startswith(_PREFIX)}
-        if own:
-            self._workers.load(own)
+        if own := below(saved.own, _PREFIX):
+            self._worker.load(own)
         else:
             self._trained.level()
             self.reset()
@@ -142,8 +144,8 @@ class AsyncSGDPace(Pace):
     def reset(self) -> None:
         self._due.clear()
         self._taken.clear()
-        self._workers.restart(self._site.optimizers)
+        self._worker.restart(self._context.optimizers)
 
     def close(self, together: bool) -> None:
         with contextlib.suppress(GradSyncError):  # a rank that is gone now can spoil nothing any more
-            self._workers.close(together)
+            self._worker.close(together)

@@ -1,4 +1,4 @@
-"""When each bucket of DDP left, told from outside: as soon as the last of its gradients is there, and those before it.
+"""A bucket of DDP leaves, seen from outside, as soon as the last of its gradients is there, and the buckets before it.
 
     gradient    5   4 │ 3   2 │ 1   0
     bucket          0 └ leaves  1 └ leaves    in their order: a full one waits for those before it
@@ -18,17 +18,17 @@ from typing import Any
 from gradsync.engine.bucket import Entry
 from gradsync.trace.lines import BucketPlan
 
-Leave = Callable[[int], None]
+OnLaunch = Callable[[int], None]
 
 
-class Departures:
+class BucketLaunches:
     """Counts the gradients of a step."""
 
-    def __init__(self, entries: Sequence[Entry], leave: Leave) -> None:
-        """`leave` is called with every bucket that leaves. DDP knows the parameters that are trained when it begins."""
+    def __init__(self, entries: Sequence[Entry], on_launch: OnLaunch) -> None:
+        """`on_launch` is called with each bucket that leaves. DDP averages what is trained when it is made."""
         self.layout: list[BucketPlan] = []  # empty while it is not known
         self.settled = False  # DDP has laid its buckets out for good
-        self._leave = leave
+        self._on_launch = on_launch
         self._trained = [entry.index for entry in entries if entry.param.requires_grad]
         self._nbytes = {entry.index: entry.param.numel() * entry.param.element_size() for entry in entries}
         self._bucket_of: list[int | None] = [None] * len(entries)
@@ -37,27 +37,27 @@ class Departures:
     def begin(self) -> None:
         """A step that synchronizes begins."""
         self._missing = [len(bucket.parameters) for bucket in self.layout]
-        self._here = bytearray(len(self._bucket_of))
+        self._arrived = bytearray(len(self._bucket_of))
         self._next = 0
 
     def arrived(self, index: int) -> None:
         """The gradient of this parameter is there."""
         bucket = self._bucket_of[index]
-        if bucket is None or self._here[index]:
+        if bucket is None or self._arrived[index]:
             return
-        self._here[index] = 1
+        self._arrived[index] = 1
         self._missing[bucket] -= 1
         if bucket == self._next and not self._missing[bucket]:
-            self._go_on()
+            self._launch_full()
 
     def finish(self) -> None:
         """Backward is over: what is not full waited for parameters that were not used."""
         self._missing = [0] * len(self._missing)
-        self._go_on()
+        self._launch_full()
 
-    def _go_on(self) -> None:
+    def _launch_full(self) -> None:
         while self._next < len(self._missing) and not self._missing[self._next]:
-            self._leave(self._next)
+            self._on_launch(self._next)
             self._next += 1
 
     # Which parameters share one

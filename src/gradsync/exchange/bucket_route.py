@@ -1,0 +1,173 @@
+"""A bucket's route: the rounds that its compressor yields (see `compress.rounds`), with memory and real ranks.
+
+    stages    Compute ───── Gather ───── Compute ───── Sum ───── Compute          read once, when the route is made
+    laps      │ encode, down │ launch     │ up, add up, down │ launch │ up, decode │    run in every step
+
+Before a round its payload goes to where it travels (`down`), after it back to where the bucket is (`up`): copies for
+a GPU on gloo, nothing elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, Protocol, TypeVar
+
+import torch
+
+from gradsync.compress.rounds import Absent, Bucket, Compute, Gather, Payload, Rounds, Sum, SumInside, Trade
+from gradsync.exchange.flat import FlatBucket, Form
+from gradsync.exchange.participants import Participants, WithinHosts
+from gradsync.exchange.pinned import Staged
+from gradsync.exchange.pipeline import PendingRounds
+from gradsync.trace.tally import CodecTally
+from gradsync.transport.pending import Pending
+
+T = TypeVar("T")
+
+
+class Members(Protocol):
+    """What a bucket's memory depends on; see `Participants`."""
+
+    size: int
+    rank: int
+    in_memory: bool
+
+    def for_sums(self, form: Form) -> torch.Tensor: ...
+    def for_gathering(self, shape: tuple[int, int], device: torch.device) -> torch.Tensor: ...
+
+
+class RoutedBucket(Bucket):
+    """A flat bucket, and the ranks with which it goes through its rounds."""
+
+    def __init__(self, flat_bucket: FlatBucket, members: Members, sent_from: torch.device) -> None:
+        """`sent_from`: where payloads travel. Every rank of the group makes it at once."""
+        self._flat_bucket, self._members, self._sent_from = flat_bucket, members, sent_from
+        self.size, self.rank, self.in_memory = members.size, members.rank, members.in_memory
+        self.params = [item.param for item in flat_bucket.items]
+        self.spans = [item.span for item in flat_bucket.items]
+        self.flat, self.device, self.factors = flat_bucket.flat, flat_bucket.flat.device, flat_bucket.factors
+        self.numel, self.dtype = flat_bucket.flat.numel(), flat_bucket.flat.dtype
+        self.whole = Staged(flat_bucket.nbytes, flat_bucket.flat, flat_bucket.flat)
+
+    @property
+    def residual(self) -> torch.Tensor | None:
+        return self._flat_bucket.residual
+
+    def numbers(self, numel: int, dtype: torch.dtype) -> Payload:
+        memory = self._members.for_sums(Form(numel, dtype, self._sent_from))
+        return Staged.beside(memory.nbytes, memory, self.device)
+
+    def rows(self, num_rows: int, nbytes: Callable[[], int], claimed: float) -> Payload:
+        memory = self._members.for_gathering((num_rows, nbytes()), self._sent_from)
+        return Staged.beside(claimed, memory, self.device)
+
+    def prepare(self, make: Callable[[], T]) -> T:
+        return make()
+
+
+class Lap(NamedTuple):
+    """What is computed at once, and the round that follows."""
+
+    what: str  # as its seconds are counted
+    computing: list[Callable[[int], object]]  # told the step
+    round: Sum | Gather | Trade | SumInside | Absent | None  # None: the last lap has none
+
+
+def laps_of(rounds: Rounds, rank: int) -> list[Lap]:
+    """The stages of a step, by what leaves at once."""
+    laps, what, computing = [], "", list[Callable[[int], object]]()
+    for stage in rounds:
+        if isinstance(stage, Compute):
+            what = what or stage.what
+            computing.append(stage.run)
+            continue
+        before, after = _copies(stage, rank)
+        laps.append(Lap(what, computing + before, stage))
+        what, computing = "", after
+    return [*laps, Lap(what, computing, None)]
+
+
+def _copies(stage: object, rank: int) -> tuple[list[Callable[[int], object]], list[Callable[[int], object]]]:
+    """Those before a round and after it."""
+    match stage:
+        case Sum(Staged() as payload) if payload.apart:
+            return [lambda step: payload.down()], [lambda step: payload.up()]
+        case Gather(Staged() as rows) if rows.apart:
+            return [lambda step: rows.down(rank)], [lambda step: rows.up()]
+        case Trade(Staged() as theirs, Staged() as mine) if mine.apart:
+            return [lambda step: mine.down()], [lambda step: theirs.up()]
+    return [], []
+
+
+class BucketRoute:
+    """How one bucket travels: made once, run in every step."""
+
+    def __init__(
+        self,
+        flat_bucket: FlatBucket,
+        rounds: Rounds,
+        participants: Participants,
+        tally: CodecTally | None = None,
+        within_hosts: WithinHosts | None = None,
+    ) -> None:
+        """`within_hosts` where rounds ask for it. Every rank of the group makes it at once."""
+        self._flat_bucket = flat_bucket
+        self._tally = CodecTally() if tally is None else tally
+        laps = laps_of(rounds, participants.rank)
+        sent = [_sent(lap.round, participants) for lap in laps]
+        self.way = sent[0][0]  # for people: "gather", "two_phase", or the algorithm that adds payloads up
+        self.sent_nbytes = sum((nbytes for _, nbytes in sent), 0.0)  # by this rank over a network, in a step
+        launches = (_launch(lap.round, flat_bucket.index, participants, within_hosts) for lap in laps)
+        self._laps = [(lap.what, lap.computing, launch) for lap, launch in zip(laps, launches, strict=True)]
+
+    def go(self, step: int) -> PendingRounds:
+        """Begin the rounds of one step, one after the other; at the end the bucket holds the sum over the ranks."""
+        flat_bucket = self._flat_bucket
+        for what, computing, launch in self._laps:
+            if what:
+                with self._tally.timing(what, flat_bucket.flat.device, flat_bucket.spans):
+                    for run in computing:
+                        run(step)
+            else:
+                for run in computing:
+                    run(step)
+            if launch is not None:
+                yield launch()
+
+
+def _sent(stage: object, who: Participants) -> tuple[str, float]:
+    """By which way, and how many bytes over a network."""
+    match stage:
+        case Sum(Staged() as payload):
+            form = Form(payload.sent.numel(), payload.sent.dtype, payload.sent.device)
+            return who.sum_way(form), form.nbytes * who.sum_share(form)
+        case Gather(Staged() as rows):
+            return "gather", 0.0 if who.in_memory else float((who.size - 1) * rows.sent[0].nbytes)
+        case Trade(Staged() as rows):
+            return "two_phase", float((who.size - 1) * rows.sent[0].nbytes)
+        case SumInside():
+            return "across_hosts", 0.0
+    return "", 0.0
+
+
+def _launch(
+    stage: object, index: int, who: Participants, within_hosts: WithinHosts | None
+) -> Callable[[], Pending | None] | None:
+    match stage:
+        case Sum(Staged() as payload):
+            return partial(who.sum, payload.sent, index)
+        case Gather(Staged() as rows):
+            return partial(who.gather, rows.sent, index)
+        case Trade(Staged() as rows, Staged() as mine):
+            return partial(who.trade, rows.sent, mine.sent.view(-1), index)
+        case SumInside(Staged() as payload) if within_hosts is not None:
+            return partial(within_hosts.sum, payload.sent, index)
+        case Absent():
+            return _nothing
+    assert stage is None, f"no round is known for {stage!r}"
+    return None
+
+
+def _nothing() -> None:
+    """Others launch."""

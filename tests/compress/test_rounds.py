@@ -1,0 +1,96 @@
+"""A compressor says its rounds once: who runs them and who prices them read the same, and nobody asks for its class."""
+
+from __future__ import annotations
+
+import ast
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from samples import LEAVES
+
+import gradsync as gs
+from gradsync.compress.param import Param
+from gradsync.compress.recipe import Codec, Compressor
+from gradsync.compress.rounds import Absent, BucketForm, Compute, Gather, Payload, Sum, Trade, absences
+from gradsync.exchange.bucket_route import RoutedBucket, laps_of
+from gradsync.exchange.flat import FlatBucket, Form, Item, lay_out
+
+SHAPES = ((64, 48), (64, 48), (128, 33))
+leaves = pytest.mark.parametrize("compressor", LEAVES, ids=repr)
+
+
+class Members:
+    """The memory of a rank among `size`."""
+
+    def __init__(self, size: int, in_memory: bool) -> None:
+        self.size, self.rank, self.in_memory = size, size - 1, in_memory
+
+    def for_sums(self, form: Form) -> torch.Tensor:
+        return form.zeros()
+
+    def for_gathering(self, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.uint8, device=device)
+
+
+def codec_of(compressor: Compressor) -> Codec:
+    codec = compressor.choose(Param("weight", SHAPES[0])).codec
+    assert codec is not None
+    return codec
+
+
+def payloads(stage: object) -> list[Payload]:
+    return list(stage) if isinstance(stage, Sum | Gather | Trade) else []  # type: ignore[arg-type]
+
+
+@leaves
+@pytest.mark.parametrize(("size", "in_memory"), [(1, False), (2, False), (2, True), (3, False), (3, True), (8, False)])
+def test_a_planner_reads_the_rounds_that_are_run(compressor: Compressor, size: int, in_memory: bool) -> None:
+    codec = codec_of(compressor)
+    items, form = lay_out([Item.like(f"{i}", torch.empty(shape)) for i, shape in enumerate(SHAPES)], align_nbytes=1)
+    flat_bucket = FlatBucket(0, form.zeros(), items, compressor.choose(items[0].param))
+    flat_bucket.begin_keeping()
+    run = list(codec.rounds(RoutedBucket(flat_bucket, Members(size, in_memory), form.device)))
+    priced = list(codec.rounds(BucketForm([item.param for item in items], size, in_memory)))
+    assert [type(stage) for stage in run] == [type(stage) for stage in priced]
+    for ours, theirs in zip(run, priced, strict=True):
+        if isinstance(ours, Compute) and isinstance(theirs, Compute):
+            assert ours[1:] == theirs[1:], "as much work"
+        for mine, form_of_mine in zip(payloads(ours), payloads(theirs), strict=True):
+            assert mine.nbytes == form_of_mine.nbytes
+            if isinstance(ours, Gather):  # what is claimed is rounded up by parameter; owners' parts are not all alike
+                assert mine.near[0].nbytes <= form_of_mine.nbytes or size > 2
+
+
+@leaves
+def test_what_is_computed_is_before_between_and_after_the_rounds(compressor: Compressor) -> None:
+    laps = laps_of(codec_of(compressor).rounds(BucketForm([Param("weight", SHAPES[0])], 3)), rank=0)
+    assert [lap.what for lap in laps] == ["encode_s"] * (len(laps) - 1) + ["decode_s"]
+    assert all(lap.computing for lap in laps)
+
+
+@leaves
+def test_who_is_absent_counts_the_same_rounds(compressor: Compressor) -> None:
+    stages = list(codec_of(compressor).rounds(BucketForm([Param("weight", SHAPES[0])], 3)))
+    num_rounds = sum(not isinstance(stage, Compute) for stage in stages)
+    assert list(absences(stages)) == [Absent()] * num_rounds
+    assert num_rounds >= 1
+
+
+def test_only_compress_knows_the_classes_of_compressors() -> None:
+    source = Path(gs.__file__).parent
+    modules = [import_module(f"gradsync.compress.{path.stem}") for path in (source / "compress").glob("[a-z]*.py")]
+    classes = {name for module in modules for name, it in vars(module).items() if isinstance(it, type)}
+    recipes = {name for name in classes if any(hasattr(vars(m).get(name), "choose") for m in modules)}
+    assert {"PowerSGD", "RandomK", "BlockCodec", "Cast", "ErrorFeedback", "AcrossHosts", "ByParameter"} <= recipes
+    found = [
+        f"{path.relative_to(source)}:{node.lineno} {alias.name}"
+        for path in sorted(source.rglob("*.py"))
+        if path.parent.name != "compress"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("gradsync.compress")
+        for alias in node.names
+        if alias.name in recipes - {"Codec", "Compressor"}
+    ]
+    assert not found, f"ask the codec instead: {found}"

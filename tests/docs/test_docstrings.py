@@ -1,0 +1,32 @@
+"""A docstring is a sentence with a subject: it does not lean on the one before it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+import pytest
+from doc_pages import ROOT
+
+PACKAGE = ROOT / "src" / "gradsync"
+LEANING = re.compile(
+    r"(The same\b|Of |One of them|Those of|That of|Also\b|And |But |Likewise|As above|As before|The other\b)"
+)
+NOT_YET = ("cli", "engine", "exchange", "pace", "planner", "probe", "report")
+
+
+def docstrings(room: str) -> Iterator[tuple[str, str]]:
+    """Where each stands, and its first line; those of modules beside the rooms for the room ""."""
+    paths = (PACKAGE / room).rglob("*.py") if room else PACKAGE.glob("*.py")
+    for path in sorted(paths):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+                yield f"{path.relative_to(PACKAGE)}: {getattr(node, 'name', 'the module')}", text.splitlines()[0]
+
+
+@pytest.mark.parametrize("room", ["", *sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))])
+def test_no_docstring_leans_on_another(room: str) -> None:
+    if room in NOT_YET:
+        pytest.skip("not yet")
+    assert [f"{where}: {text}" for where, text in docstrings(room) if LEANING.match(text)] == []
