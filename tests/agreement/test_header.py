@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any
 
 import pytest
@@ -77,6 +79,17 @@ def test_the_total_weight_counts_micro_batches() -> None:
     assert headers(*[(row, []) for row in rows]).total_weight == 8.0
 
 
+@given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 2)), min_size=1, max_size=4))
+def test_flags_of_any_rank_and_whether_all_launched_in_one_order(said: list[tuple[int, int]]) -> None:
+    received = headers(*[(head(flags=flags, order=order), []) for flags, order in said])
+    assert received.flags == functools.reduce(operator.or_, (flags for flags, _ in said))
+    assert received.same_order == (len({order for _, order in said}) == 1)
+
+
+def test_a_parameter_is_used_if_any_rank_used_it() -> None:
+    assert headers((head(), [U, T, T]), (head(), [T, T, U])).used == bytes([1, 0, 1])
+
+
 # What ranks say when they are not in the same synchronization
 
 
@@ -121,6 +134,26 @@ def test_uneven_backwards_are_named_with_both_counts() -> None:
 )
 def test_uneven_backwards_are_fine_with_a_reason(other: Head) -> None:
     check_headers(headers((head(), [U, U]), (other, [U, U])), ["w", "b"], (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        ((2, 1, 2), "ran 2 times since the last synchronization on ranks 10 and 12, but only once on rank 11: call"),
+        ((0, 1, 0), "ran once since the last synchronization on rank 11, but not on ranks 10 and 12: call"),
+        ((3, -1, 2), "ran 3 times since the last synchronization on rank 10, but only 2 times on rank 12: call"),
+        ((3, 1, 2), "ran 3 times since the last synchronization on rank 10, but only once on ranks 11 and 12: call"),
+    ],
+    ids=["twice", "left out", "not said by all", "three ways"],
+)
+def test_uneven_steps_of_the_optimizer_are_named_with_both_counts(counts: tuple[int, ...], said: str) -> None:
+    assert complaint(*[(head(num_steps=count), [U, U]) for count in counts]).startswith(f"optimizer.step() {said}")
+
+
+@pytest.mark.parametrize("others", [(1, 1), (1, -1), (-1, -1)])
+def test_even_steps_of_the_optimizer_are_fine(others: tuple[int, int]) -> None:
+    rows = [(head(num_steps=count), [U, U]) for count in (1, *others)]
+    check_headers(headers(*rows, (head(num_steps=5, flags=Flag.SHADOW), [U, U])), ["w", "b"], (0, 1, 2, 3))
 
 
 def test_a_group_of_shadows_agrees() -> None:

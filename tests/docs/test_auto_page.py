@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import gradsync as gs
-from gradsync.autotune.decide import choice, miss
+from gradsync.autotune.decide import describe_choice, describe_miss
 from gradsync.compress.cast import bf16
 from gradsync.planner.prediction import Prediction
 
@@ -21,10 +21,10 @@ def test_it_shows_what_the_log_says() -> None:
     )
     chosen = _prediction(gs.Plan(compress=bf16()), 0.0812, 0.12, reasons[0])
     default = _prediction(gs.Plan(), 0.12, 0.4, "")
-    assert lines[0] == choice(chosen, default, 6, calibrated=True)
+    assert lines[0] == describe_choice(chosen, default, 6, calibrated=True)
     kept = _prediction(gs.Plan(), 0.0714, 0.01, reasons[1])
-    assert lines[1] == choice(kept, kept, 6, calibrated=True)
-    assert lines[2] == miss(0.14, 0.0812, 206, 5)
+    assert lines[1] == describe_choice(kept, kept, 6, calibrated=True)
+    assert lines[2] == describe_miss(0.14, 0.0812, 206, 5)
 
 
 def _prediction(plan: gs.Plan, step_s: float, overhead: float, reason: str) -> Prediction:
