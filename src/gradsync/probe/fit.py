@@ -1,4 +1,4 @@
-"""From timed messages to a `Link`, and how well it tells what was measured; pure.
+"""Timed messages become a `Link`, and it is told how well that fits what was measured; pure.
 
 seconds
   │                                      ·  largest size: the bandwidth
@@ -80,7 +80,7 @@ def ring_message(nbytes: float, seconds: float, num_ranks: int) -> tuple[float, 
 
 
 def memory_message(nbytes: float, seconds: float) -> tuple[float, float]:
-    """The same in shared memory: everything goes in and comes out once.
+    """A message in shared memory: everything goes in and comes out once.
 
     >>> memory_message(1e6, 0.001)
     (1000000.0, 0.0005)
@@ -142,7 +142,7 @@ def _curve(medians: list[tuple[float, float]], latency_s: float) -> tuple[tuple[
 
 
 def _spread(samples: Sequence[TimedMessage], link: Link) -> float:
-    """Of messages that take longer than the latency, if any do: those are what a step waits for.
+    """The spread of messages that take longer than the latency, if any do: those are what a step waits for.
 
     By the median deviation: a single message that took ten times as long says little of the others.
     """

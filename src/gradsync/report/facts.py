@@ -122,7 +122,7 @@ def _of_steps(overhead: Overhead, said: RankStats) -> dict[str, Value]:
 def tell(
     run: RunTrace, numbers: dict[str, Value], overhead: Overhead | None, blame: Sequence[Blame], since_choice: bool
 ) -> list[Fact]:
-    """The same for people, the most telling first; what is not known is left out.
+    """The facts for people, the most telling first; what is not known is left out.
 
     `since_choice`: of the steps with the plan that `gs.auto()` chose last.
     """
@@ -163,7 +163,7 @@ def _of_step(run: RunTrace, overhead: Overhead, since: str) -> list[Fact]:
 
 
 def _of_the_link(run: RunTrace, share: Value, link: Value) -> str:
-    """Beside what a probe found the link to give; no share of it that cannot be."""
+    """The fact beside what a probe found the link to give; no share of it that cannot be."""
     if not isinstance(link, float):
         return ""
     if isinstance(share, float):

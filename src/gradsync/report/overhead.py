@@ -42,7 +42,7 @@ class Overhead:
 
     @property
     def share(self) -> float:
-        """Of the step that synchronization takes."""
+        """The share of the step that synchronization takes."""
         return self.exposed_s / self.step_s
 
     @property
@@ -60,7 +60,7 @@ class Overhead:
 
 
 def measure(table: Table) -> Overhead | None:
-    """Of a run's usual step; None if it has none."""
+    """The overhead of a run's usual step; None if it has none."""
     judged = table.judged()
     if not judged:
         return None

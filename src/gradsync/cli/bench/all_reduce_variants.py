@@ -109,5 +109,5 @@ def choose_variants(named: tuple[str, ...] | None, one_host: bool, mpi: bool) ->
 
 
 def one_host_only(arms: tuple[str, ...]) -> list[str]:
-    """Those of the arms that need all ranks on one host."""
+    """The arms that need all ranks on one host."""
     return [name for name in arms if name in _ONE_HOST]

@@ -43,7 +43,7 @@ class Check:
 
     @property
     def error(self) -> float:
-        """Of the predicted step, relative to the measured one."""
+        """The error of the predicted step, relative to the measured one."""
         return self.predicted.step_s / self.run.step_s - 1
 
     @property

@@ -1,4 +1,4 @@
-"""The same question with one number changed: another network, more GPUs, a larger batch."""
+"""Inputs with one number changed: another network, more GPUs, a larger batch."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def exposition(run: RunTrace, summary: Summary) -> bytes:
 
 
 def write_prometheus(run: RunTrace, summary: Summary, path: Path) -> None:
-    """The same as a file that a reader finds whole, old or new, never half; name it *.prom for the node exporter."""
+    """Write a file that a reader finds whole, old or new, never half; name it *.prom for the node exporter."""
     text = exposition(run, summary)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:

@@ -132,7 +132,7 @@ def rank_batch(text: Text, shape: DemoShape, step: int, rank: int) -> tuple[torc
 
 @contextmanager
 def _all_threads() -> Iterator[None]:
-    """As many threads as all ranks together have."""
+    """This process has as many threads as all ranks together meanwhile."""
     own = torch.get_num_threads()
     torch.set_num_threads(own * dist.get_world_size())
     try:
