@@ -158,7 +158,7 @@ def _variant(call: Callable[[], object], cpu: list[float]) -> Callable[[], float
 
 
 def _cpu_s() -> float:
-    """Of all threads of this process, in and out of the kernel."""
+    """The processor time of all threads of this process, in and out of the kernel."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 

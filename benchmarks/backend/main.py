@@ -52,7 +52,7 @@ def repeating(collective: Callable[[], object], repeats: int) -> Callable[[], fl
 
 
 def collectives(nbytes: int) -> dict[str, Callable[[dist.ProcessGroup], object]]:
-    """Of a whole of so many bytes."""
+    """The collectives, each of a whole of so many bytes."""
     whole = torch.zeros(nbytes // 4)
     part = torch.zeros(whole.numel() // dist.get_world_size())
     whole = whole[: part.numel() * dist.get_world_size()]

@@ -1,4 +1,4 @@
-"""The same compressions as one writes them in torch, and the arithmetic of PyTorch's own communication hooks.
+"""Compressions as one writes them in torch, and the arithmetic of PyTorch's own communication hooks.
 
 Each `encode` changes the residual in place and returns what would be sent; each `decode` writes the sum into `out`.
 """

@@ -37,7 +37,7 @@ __all__ = ["Ended", "Lab", "LabError", "RankFailed", "Traffic", "available", "pa
 
 _HERE = Path(__file__).resolve().parent
 _ENTER = str(_HERE / "enter.py")
-_REFUSED = 77  # how holder.py ends where the kernel allows no host
+_REFUSED = 77  # how host_process.py ends where the kernel allows no host
 _PYTHON = [sys.executable, "-I", "-S"]  # nothing that the user's environment could change; starts in 15 ms
 
 

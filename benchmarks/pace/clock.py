@@ -40,7 +40,7 @@ def step_s(timed: Timed, arm: str) -> float | None:
 
 
 def scaled(curve: Curve, factor: float) -> Curve:
-    """The same by seconds, by bytes or by samples."""
+    """The curve by seconds, by bytes or by samples."""
     return [(step * factor, loss) for step, loss in curve]
 
 

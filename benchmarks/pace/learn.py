@@ -48,7 +48,7 @@ def learn(pool: RankPool, arm: str, seed: int, steps: int) -> dict[str, Any]:
 
 
 def task_of(arm: str, steps: int) -> Task:
-    """The same for all arms, but for those that take more steps."""
+    """The task of all arms, but for those that take more steps."""
     return Task(steps=round(steps * VARIANTS[arm].stretch))
 
 

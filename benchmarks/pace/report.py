@@ -76,7 +76,7 @@ def _row(name: str, arms: dict[str, list[Run]], timed: Timed, whole: float | Non
 
 
 def _at_equal_samples(run: Run, name: str) -> float:
-    """Of a stretched run, in the midst of it."""
+    """The loss of a stretched run when it had read as many samples as the others."""
     return clock.loss_at(run.held_out, run.held_out[-1][0] / VARIANTS[name].stretch) or run.final_held_out
 
 

@@ -64,7 +64,7 @@ def _rate(cell: Cell) -> float:
 
 
 def _early_rate(cell: Cell) -> float:
-    """The same while all ranks still have steps to take."""
+    """The rate while all ranks still have steps to take."""
     return float(sum(cell["steps_by_then"]) / cell["first_done_s"])
 
 

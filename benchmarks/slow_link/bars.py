@@ -38,7 +38,7 @@ def _panel(column: int, rate: str, found: dict[str, Any], arms: list[str]) -> It
 
 
 def _bar(left: float, scale: float, row: int, name: str, samples: list[float]) -> Iterator[str]:
-    """Of the median; the thin line is from quartile to quartile."""
+    """The bar of the median; the thin line is from quartile to quartile."""
     low, middle, high = quantiles(samples, n=4)
     y = _middle(row)
     yield svg.rect(f"f{number(name)}", left, y - _BAR / 2, scale * middle, _BAR, f"{name}: {_seconds(middle)}")

@@ -19,7 +19,7 @@ SIZES = {
 
 
 def build(shape: DemoShape, seed: int) -> CharTransformer:
-    """The same weights for a seed, in every arm and on every rank."""
+    """A model whose weights are equal for a seed, in every arm and on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return CharTransformer(shape)
@@ -44,6 +44,6 @@ def evaluate(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> floa
 
 
 def digest(model: nn.Module) -> str:
-    """Of the weights: replicas that are the same have the same one."""
+    """The digest of the weights: replicas that are equal have equal ones."""
     flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).cpu()
     return hashlib.blake2b(flat.numpy().tobytes(), digest_size=8).hexdigest()

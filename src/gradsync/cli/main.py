@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser(arguments: Sequence[str]) -> Parser:
-    """For these arguments: only the command that they name is imported, since each takes its time."""
+    """The parser for these arguments: only the command that they name is imported, since each takes its time."""
     parser = Parser(
         prog="gradsync",
         description="Keeps the replicas of a data-parallel PyTorch training run in step, and says what that costs.",

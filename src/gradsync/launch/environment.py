@@ -41,7 +41,7 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Task:
-    """One of several processes that a launcher started, and where they meet."""
+    """This process as a launcher started it, one of several, and where they meet."""
 
     launcher: str
     rank: int

@@ -68,8 +68,8 @@ def _hear_all(store: Store, task: Task, attempt: Attempt[None]) -> None:
 def _explained(error: RuntimeError, backend: str, task: Task) -> LaunchError:
     why = f"({str(error).strip().splitlines()[0]}): see whether a rank ended"
     if isinstance(error, PeerFault) and error.ranks:
-        fate = "died or fell silent" if isinstance(error, PeerLost) else "came no further"
-        why = f"because {listed(error.ranks)} {fate}: see its own output"
+        state = "died or fell silent" if isinstance(error, PeerLost) else "came no further"
+        why = f"because {listed(error.ranks)} {state}: see its own output"
     return LaunchError(
         f"{place(task.rank, task.world_size)} the ranks met, but their {backend} group did not form {why}, and whether "
         "a firewall closes the ports above 1024 between the hosts"

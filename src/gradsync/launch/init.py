@@ -168,12 +168,12 @@ def _endpoint(task: Task, peers: list[RankRecord]) -> Endpoint:
 
 
 def _say(line: str) -> None:
-    """In one write: the ranks of all hosts often share one terminal."""
+    """Print the line in one write: the ranks of all hosts often share one terminal."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
 
 
 def _use(endpoint: Endpoint) -> None:
-    """By the environment, which is gloo's only switch; groups made later follow it too."""
+    """Set the interface by the environment, which is gloo's only switch; groups made later follow it too."""
     if endpoint.interface is not None:
         os.environ[_IFNAME] = endpoint.interface

@@ -67,7 +67,7 @@ class Rendezvous:
         return self._bounded(lambda: self._exchange(tag, record))
 
     def finish(self, tag: str) -> None:
-        """Before rank 0 gives up: let the others read the records of `tag`, from which they see the same."""
+        """Let the others, before rank 0 gives up, read the records of `tag`, from which they conclude alike."""
         if self._task.rank == 0:
             self._bounded(lambda: self._await_seen(self.store, tag))
 
@@ -104,7 +104,7 @@ class Rendezvous:
         return store
 
     def _await_listener(self) -> None:
-        """Until somebody listens. TCPStore can wait too, but for twice its timeout and with a stack dump."""
+        """Wait until somebody listens. TCPStore can wait too, but for twice its timeout and with a stack dump."""
         task, pause = self._task, _FIRST_POLL_S
         while True:
             left = self._clock.left()

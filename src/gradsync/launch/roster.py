@@ -36,7 +36,7 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """Where a rank sits: its interface and GPU, or why it has none."""
+    """A rank's interface and GPU, or why it has none."""
 
     interface: str | None
     address: str
@@ -111,7 +111,7 @@ def announcement(
 
 
 def spans(ranks: Sequence[int]) -> str:
-    """Rising ranks, shortly.
+    """The text for rising ranks, kept short.
 
     >>> spans([0, 1, 2, 3, 8]), spans([5])
     ('0-3,8', '5')

@@ -87,7 +87,7 @@ class RankPool:
     def outcomes(
         self, fn: Callable[..., Any], *args: Any, ranks: int | None = None, timeout: float = 60
     ) -> list[RankOutcome]:
-        """How each rank ended; raises for no rank's failure."""
+        """How each rank ended; nothing is raised for those that failed."""
         world_size = self.ranks if ranks is None else ranks
         if not 1 <= world_size <= self.ranks:
             raise ValueError(f"this pool has {self.ranks} ranks, asked for {world_size}")

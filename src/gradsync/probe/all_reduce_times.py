@@ -37,7 +37,7 @@ class Caller(Protocol):
     teams: Sequence[tuple[int, ...]]  # who reduces with whom; ranks in none only wait
 
     def run(self, nbytes: int, times: int) -> list[float]:
-        """On the lane's thread: reduce so many bytes so many times; the seconds of each."""
+        """Reduce so many bytes so many times, on the lane's thread; the seconds of each."""
 
 
 class TimedCall(NamedTuple):

@@ -1,4 +1,4 @@
-"""From timed messages to a `Link`, and how well it tells what was measured; pure.
+"""Timed messages become a `Link`, and it is told how well that fits what was measured; pure.
 
 seconds
   │                                      ·  largest size: the bandwidth

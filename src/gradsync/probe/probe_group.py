@@ -64,11 +64,11 @@ class ProbeGroup:
         return [host for host in self.hosts if len(host) == most] if most > 1 else []
 
     def name_of(self, rank: int) -> str:
-        """As in "rank 3 on host b"."""
+        """The rank's name: "rank 3 on host b"."""
         return f"rank {self.lane.groups.ranks[rank]} on {self._names[rank]}"
 
     def name_of_host(self, index: int) -> str:
-        """As in "host b (ranks 4-7)"."""
+        """The host's name: "host b (ranks 4-7)"."""
         ranks = [self.lane.groups.ranks[rank] for rank in self.hosts[index]]
         joined = "-" if ranks == list(range(ranks[0], ranks[-1] + 1)) else ", "
         ends = [ranks[0], ranks[-1]] if joined == "-" else ranks

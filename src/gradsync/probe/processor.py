@@ -222,7 +222,7 @@ def _core_share(group: ProbeGroup, caller: Caller, nbytes: int, times: int) -> f
 
 
 def _slowdown(before: float, beside: float, after: float) -> float:
-    """By which share less was computed beside the calls, as far as it is more than the times without them differ.
+    """The share by which less was computed beside the calls, beyond what times without them differ by.
 
     >>> round(_slowdown(100.0, 70.0, 100.0), 2), round(_slowdown(110.0, 70.0, 90.0), 2)
     (0.3, 0.1)

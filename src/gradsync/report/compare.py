@@ -68,7 +68,7 @@ def _verdict(a: dict[str, Value], b: dict[str, Value], names: tuple[str, str]) -
 
 
 def _per_batch(numbers: dict[str, Value], batches: float) -> dict[str, Value]:
-    """The numbers with the causes of a step's length divided."""
+    """The numbers, with the causes of a step's length per batch."""
     return numbers | {key: (_number(numbers, key) or 0.0) / batches for key, _ in _CAUSES}
 
 

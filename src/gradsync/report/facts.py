@@ -163,7 +163,7 @@ def _of_step(run: RunTrace, overhead: Overhead, since: str) -> list[Fact]:
 
 
 def _of_the_link(run: RunTrace, share: Value, link: Value) -> str:
-    """Beside what a probe found the link to give; no share of it that cannot be."""
+    """The fact beside what a probe found the link to give; no share of it that cannot be."""
     if not isinstance(link, float):
         return ""
     if isinstance(share, float):

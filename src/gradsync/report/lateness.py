@@ -36,7 +36,7 @@ class LateRank(NamedTuple):
 
 
 def lateness(table: Table) -> dict[tuple[int, int], LateRank]:
-    """By (step, rank), of all steps that at least two ranks wrote."""
+    """Late ranks by (step, rank), of all steps that at least two ranks wrote."""
     found = {}
     for step in table.steps:
         row = table.rows[step]
@@ -82,7 +82,7 @@ def own_parts(step: StepLine) -> dict[str, float]:
 
 
 def handing_over_s(step: StepLine) -> float:
-    """The time between backward and the wait, which is in no phase: gradients are packed, and handed over.
+    """The time between backward and the wait that is in no phase: gradients are packed, and handed over.
 
     >>> from gradsync.trace.lines import StepPart
     >>> handing_over_s(StepLine(1, 0.0, 9.0, [StepPart("backward", 2, 6), StepPart("wait", 7.5, 9)]))

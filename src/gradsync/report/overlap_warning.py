@@ -63,7 +63,7 @@ def _smaller_buckets(run: RunTrace, of_ddp: bool) -> str:
 
 
 def _asked_for_none(run: RunTrace) -> bool:
-    """By the plan that runs now."""
+    """Whether the plan that runs now asks for no overlap."""
     first = next(iter(run.ranks.values()))
     plan = first.choices[-1].plan if first.choices else first.run.plan or {}
     return plan.get("overlap") == "none"

@@ -11,7 +11,7 @@ from gradsync.trace.reader import RunTrace
 
 @dataclass(frozen=True)
 class RankStats:
-    """What all ranks said together; None where nobody said it."""
+    """The numbers of all ranks together; None where no rank gave one."""
 
     predicted_step_s: float | None
     link_bandwidth: float | None  # bytes per second, from a probe

@@ -84,7 +84,7 @@ def _all_parts(row: Mapping[int, StepLine]) -> Row:
 
 
 def _long(rows: Sequence[Mapping[int, StepLine]]) -> Sequence[Mapping[int, StepLine]]:
-    """As many of the last steps as took ten seconds; at least 50, if there are."""
+    """The last steps, as many as took ten seconds; at least 50, if there are."""
     elapsed_s = 0.0
     for count, row in enumerate(reversed(rows[-_MOST_STEPS:]), start=1):
         elapsed_s += max(cell.step_s for cell in row.values())
@@ -115,7 +115,7 @@ def _excess(row: Row, rank: int, name: str = "own") -> float:
 
 
 def _late(rank: int, rows: Sequence[Row], step_s: float) -> list[float]:
-    """By how much, in the steps in which it is."""
+    """How late the rank is, in the steps in which it is."""
     return [excess for row in rows if (excess := _excess(row, rank)) > _LATE * step_s]
 
 

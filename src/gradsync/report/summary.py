@@ -1,4 +1,4 @@
-"""All that a run shows, in numbers and sentences: `gradsync report` prints it, the page draws it, exporters send it."""
+"""A run in numbers and sentences: `gradsync report` prints them, the page draws them, exporters send them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def summarize(run: RunTrace, last: int | None = None) -> Summary:
 
 
 def _of_this_plan(run: RunTrace, table: Table) -> Table:
-    """Where `gs.auto()` switched: the steps since then, if there are enough, without the one that holds the switch."""
+    """The steps since `gs.auto()` switched, if there are enough, without the one that holds the switch."""
     since = choice_of(run)
     if since is None:
         return table

@@ -30,7 +30,7 @@ class TypicalStep(NamedTuple):
 
 
 def typical_step(table: Table) -> TypicalStep | None:
-    """The usual step of the last 200 that count; None if there is none."""
+    """The typical one of the last 200 steps that count; None if there is none."""
     lengths = _lengths(table)
     if not lengths:
         return None
@@ -47,7 +47,7 @@ def typical_step(table: Table) -> TypicalStep | None:
 
 
 def _lengths(table: Table) -> dict[int, float]:
-    """By step, of the last that at least half of the ranks have written; of any kind if none counts."""
+    """The length of each of the last steps that at least half of the ranks have written; of any kind if none counts."""
     for steps in (table.judged(), table.steps):
         whole = [
             step
@@ -60,7 +60,7 @@ def _lengths(table: Table) -> dict[int, float]:
 
 
 def _is_detailed(row: Mapping[int, StepLine]) -> bool:
-    """On most ranks."""
+    """Whether most ranks recorded the step bucket by bucket."""
     return 2 * sum(cell.buckets is not None for cell in row.values()) >= len(row)
 
 
@@ -71,7 +71,7 @@ def _in_the_middle(detailed: Mapping[int, float], lengths: Mapping[int, float], 
 
 
 def _nearest(lengths: Mapping[int, float], middle_s: float) -> int | None:
-    """The nearest step; the latest of equally near ones."""
+    """The nearest step, and of equally near ones the latest."""
     return min(lengths, key=lambda step: (abs(lengths[step] - middle_s), -step), default=None)
 
 

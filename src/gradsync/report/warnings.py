@@ -32,7 +32,7 @@ _SEGMENT_NBYTES = 1448
 def warn(
     run: RunTrace, table: Table, overhead: Overhead | None, said: RankStats, links: Sequence[LinkUse]
 ) -> list[ReportWarning]:
-    """All that there is to say, what makes the report itself doubtful first."""
+    """Every warning of a run; what makes the report itself doubtful comes first."""
     found = [*_files(run), *_cut(run), *_ends(run)]
     if overhead is not None:
         found += [

@@ -44,7 +44,7 @@ HANDING_OVER = "between its backward and its wait, where gradients are handed ov
 
 
 def where(phase: str, exact_input: bool, hands_over: bool) -> str:
-    """Where a rank takes its time. Input that nobody timed by itself is all that comes before forward."""
+    """The words for where a rank takes its time. Input that nobody timed by itself is all that comes before forward."""
     if phase == "other" and hands_over:
         return HANDING_OVER
     return BEFORE_FORWARD if phase == "input" and not exact_input else WHERE[phase]
@@ -112,7 +112,7 @@ def show_share(share: float) -> str:
 
 
 def points(share: float) -> str:
-    """A share in percent without the sign, for parts of a percentage.
+    """The share without its sign, for parts of a percentage.
 
     >>> points(0.142), points(0.0142)
     ('14', '1.4')

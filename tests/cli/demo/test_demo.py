@@ -25,7 +25,7 @@ from gradsync.cli.demo.story.slow_input import RankTimes, SlowInput
 from gradsync.cli.demo.story.slow_input_text import sentences as slow_sentences
 from gradsync.cli.demo.story.text import sentences
 from gradsync.cli.demo.story.train_variants import ALONE, DDP, GRADSYNC, ONE, VARIANTS
-from gradsync.cli.demo.story.weight_distance import WeightDistance, gap
+from gradsync.cli.demo.story.weight_distance import WeightDistance, distance
 from gradsync.cli.main import main
 from gradsync.errors import GradSyncError
 
@@ -125,8 +125,8 @@ def test_model_sees_no_later_character() -> None:
 
 def test_gap_tells_zeros_of_different_sign_apart() -> None:
     one = torch.tensor([1.0, 0.0])
-    assert gap(one, one.clone()) == WeightDistance(True, 0.0, 0.0)
-    assert gap(one, torch.tensor([1.0, -0.0])) == WeightDistance(False, 0.0, 0.0)
+    assert distance(one, one.clone()) == WeightDistance(True, 0.0, 0.0)
+    assert distance(one, torch.tensor([1.0, -0.0])) == WeightDistance(False, 0.0, 0.0)
 
 
 # --- the words ---

@@ -23,7 +23,7 @@ DTYPES = {
 
 
 class Setting(NamedTuple):
-    """Under which circumstances a size is measured."""
+    """The circumstances under which a size is measured."""
 
     cache: str
     busy: bool

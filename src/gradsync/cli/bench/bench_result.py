@@ -124,7 +124,7 @@ def times_faster(cell: Cell, counterpart: Cell) -> float:
 
 
 def read_result(lines: Iterable[str], ranks: int, dtype: str, machine: dict[str, Any]) -> BenchResult:
-    """From what rank 0 wrote, line by line."""
+    """The result that rank 0 wrote, line by line."""
     first, *comparisons, last = (json.loads(line) for line in lines)
     cells = tuple(_read_cell(fields) for line in comparisons for fields in line["cells"])
     # Beside the other facts on which the numbers depend.

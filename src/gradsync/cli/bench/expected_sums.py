@@ -42,7 +42,7 @@ class ExpectedSums:
 
 
 def max_ranks(dtype: torch.dtype) -> int:
-    """With more ranks not even a sum of ones would be exact.
+    """The most ranks with which a sum of ones is exact.
 
     >>> max_ranks(torch.bfloat16)
     256
@@ -51,5 +51,5 @@ def max_ranks(dtype: torch.dtype) -> int:
 
 
 def _draw(rank: int, highest: int) -> torch.Tensor:
-    """From 0 to `highest`, by a seed: every rank can tell what every other brings."""
+    """Numbers from 0 to `highest`, by a seed: every rank can tell what every other brings."""
     return torch.randint(highest + 1, (_PERIOD,), generator=torch.Generator().manual_seed(rank))

@@ -37,7 +37,7 @@ def disturbing(busy_cores: float | None) -> bool:
 
 
 def disturbance(busy_cores: float, cores: int) -> str:
-    """That in words, to be continued.
+    """The disturbance in words, to be continued.
 
     >>> disturbance(1.25, 2)
     'Other processes kept 1.2 of 2 cores busy meanwhile, which does not slow all arms alike'
@@ -51,7 +51,7 @@ def _host_s() -> float:
 
 
 def parse_busy_ticks(stat: str) -> int:
-    """From the first line of /proc/stat.
+    """The busy ticks in the first line of /proc/stat.
 
     >>> parse_busy_ticks("cpu  10 1 5 900 50 2 3 4 0 0")
     25

@@ -60,7 +60,7 @@ def plot(result: BenchResult) -> str:
 
 
 class _Axes:
-    """From bytes and seconds to px: whole decades of time, the sizes that there are."""
+    """The map from bytes and seconds to px: whole decades of time, the sizes that there are."""
 
     def __init__(self, points: Sequence[Point]) -> None:
         times = [seconds for _, seconds in points]
@@ -98,7 +98,7 @@ def _series(axes: _Axes, color: int, setting: Setting, cells: list[Cell]) -> Ite
 
 
 def _key(series: Series, arms: list[str], bound: bool) -> Iterator[str]:
-    """On the right, slowest first: in the order in which the lines end."""
+    """The key on the right, slowest first: in the order in which the lines end."""
     x, y = _WIDTH - _RIGHT + 16, _TOP + 6
     for arm, setting in sorted(series, key=lambda line: -series[line][-1].time_s):
         yield svg.path(f"series s{arms.index(arm)}", [(x, y), (x + 28, y)], dashes=_DASHES[setting])

@@ -34,7 +34,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def show_size(nbytes: int) -> str:
-    """As short as it can be without a rounding.
+    """The size, written as short as it can be without a rounding.
 
     >>> show_size(1024), show_size(25 * 2**20), show_size(1000)
     ('1K', '25M', '1000')

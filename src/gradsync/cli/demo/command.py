@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from gradsync.cli.demo.slow_link import link_result as link_result
+from gradsync.cli.demo.slow_link import link_result
 from gradsync.cli.demo.slow_link import text as link_text
 from gradsync.cli.demo.slow_link.link_variants import VARIANTS as LINK_VARIANTS
 from gradsync.cli.demo.slow_link.privileges import check_link, has_rights, rerun
 from gradsync.cli.demo.slow_link.shaped_link import Shaper, bits_per_second
 from gradsync.cli.demo.slow_link.train_over_link import train as train_over_link
-from gradsync.cli.demo.story import slow_input_text as slow_input_text
+from gradsync.cli.demo.story import slow_input_text
 from gradsync.cli.demo.story.corpus import read_library
 from gradsync.cli.demo.story.demo_model import DemoShape, build
 from gradsync.cli.demo.story.demo_result import DemoResult, sum_up

@@ -10,7 +10,7 @@ from gradsync.cli.doctor.rank_facts import Facts, Nic
 from gradsync.launch.interface import is_loopback
 
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-_INDOORS = ("docker", "virbr", "br-", "veth", "cni", "flannel", "cali", "lxc", "podman")
+_HOST_ONLY = ("docker", "virbr", "br-", "veth", "cni", "flannel", "cali", "lxc", "podman")
 _TUNNELS = ("tun", "tap", "wg", "tailscale", "zt")
 _FAST_MBIT = 10_000
 _USUAL_MTU, _JUMBO_MTU = 1500, 9000
@@ -65,9 +65,9 @@ def chosen_nic(facts: Facts) -> Nic | None:
 def way_out(facts: Facts) -> str:
     """The interface to name instead: towards the master, else the fastest that leads out."""
     towards = facts.nic(facts.towards_master)
-    if towards is not None and not _is_indoors(towards):
+    if towards is not None and not _is_host_only(towards):
         return towards.name
-    ways = [nic for nic in facts.nics if nic.up and nic.address and not _is_indoors(nic)]
+    ways = [nic for nic in facts.nics if nic.up and nic.address and not _is_host_only(nic)]
     return max(ways, key=lambda nic: (not nic.virtual, nic.mbit), default=Nic("eth0")).name
 
 
@@ -106,11 +106,11 @@ def _gloo(host: Sequence[Facts]) -> list[Finding]:
     first, here, named = host[0], who(host), host[0].variables.get(_GLOO, "")
     nic = first.nic(named.split(",")[0].strip()) if named else _by_name(first)
     how = f"{_GLOO}={named}" if named else f"the host's name resolves to {first.name_address or 'nothing'} (/etc/hosts)"
-    if (nic is None and named) or (place := _leads_nowhere(nic)) is None:
+    if (nic is None and named) or (place := _leads_to_no_host(nic)) is None:
         return []  # said by _unknown, or well
     where, why = place
     fix = f"export {_GLOO}={way_out(first)}"
-    if not named and (taken := first.nic(first.towards_master)) is not None and _leads_nowhere(taken) is None:
+    if not named and (taken := first.nic(first.towards_master)) is not None and _leads_to_no_host(taken) is None:
         detail = (
             f"{how}, {why}. gradsync.init() takes {taken.name} ({taken.address}) instead, as this check-up did; "
             f"init_process_group alone would have gloo listen on {where}"
@@ -119,17 +119,17 @@ def _gloo(host: Sequence[Facts]) -> list[Finding]:
     return [Finding(Grade.WRONG, f"gloo listens on {where} on {here}", f"{how}, {why}", fix)]
 
 
-def _leads_nowhere(nic: Nic | None) -> tuple[str, str] | None:
+def _leads_to_no_host(nic: Nic | None) -> tuple[str, str] | None:
     """What it is, and why no other host may reach it there; None if one can."""
     if nic is None or _is_loopback(nic):
         return "loopback", "which no other host can reach"
-    if nic.name.startswith(_INDOORS):
+    if nic.name.startswith(_HOST_ONLY):
         return nic.name, "which is a bridge inside the host"
     return (nic.name, "which is a tunnel") if nic.name.startswith(_TUNNELS) else None
 
 
 def _nccl(host: Sequence[Facts]) -> list[Finding]:
-    """By its variable; NCCL itself passes over loopback and docker, but not over tunnels."""
+    """NCCL's interface, by its variable; NCCL itself passes over loopback and docker, but not over tunnels."""
     first, here, pattern = host[0], who(host), host[0].variables.get(_NCCL, "")
     if not first.gpus and not pattern:
         return []
@@ -137,7 +137,7 @@ def _nccl(host: Sequence[Facts]) -> list[Finding]:
         nic for nic in first.nics if nic.address and nic.up and nccl_matches(pattern or "^docker,lo,virbr", nic.name)
     ]
     fix = f"export {_NCCL}={way_out(first)}"
-    if pattern and fitting and all(_is_indoors(nic) for nic in fitting):
+    if pattern and fitting and all(_is_host_only(nic) for nic in fitting):
         detail = f"{_NCCL}={pattern} leads to {fitting[0].name} only, which no other host can reach"
         return [Finding(Grade.WRONG, f"NCCL listens on {fitting[0].name} on {here}", detail, fix)]
     if not pattern and any(nic.name.startswith(_TUNNELS) for nic in fitting):
@@ -205,5 +205,5 @@ def _loops(address: str) -> bool:
         return False
 
 
-def _is_indoors(nic: Nic) -> bool:
-    return _is_loopback(nic) or nic.name.startswith(_INDOORS)
+def _is_host_only(nic: Nic) -> bool:
+    return _is_loopback(nic) or nic.name.startswith(_HOST_ONLY)

@@ -47,7 +47,7 @@ def on_one_host(facts: Sequence[Facts]) -> bool:
 
 
 def who(some: Sequence[Facts]) -> str:
-    """As in "ranks 0-3 (host a)" or "rank 4 (host b) and rank 5 (host c)".
+    """The ranks with their hosts: "ranks 0-3 (host a)" or "rank 4 (host b) and rank 5 (host c)".
 
     >>> from gradsync.cli.doctor.rank_facts import Facts
     >>> who([Facts(0, host="a", network="1"), Facts(1, host="a", network="1"), Facts(2, host="b", network="2")])

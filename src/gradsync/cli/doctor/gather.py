@@ -32,7 +32,7 @@ _MOST_LETTERS = 200
 
 
 def gather(env: Mapping[str, str], task: Task | None) -> Facts:
-    """Before the group is made: making it changes the environment."""
+    """This rank's facts; to be called before the group is made, which changes the environment."""
     library = load()
     level = "" if library is None else library.gradsync_level().decode()
     shm_nbytes, shm_free_nbytes = shared_memory()
@@ -87,7 +87,7 @@ def relevant(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def num_nodes(env: Mapping[str, str]) -> int:
-    """How many hosts there are, as far as the launcher says; 0 if it does not.
+    """The number of hosts, as far as the launcher says; 0 if it does not.
 
     >>> num_nodes({"GROUP_WORLD_SIZE": "2"}), num_nodes({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}), num_nodes({})
     (2, 2, 0)

@@ -16,7 +16,7 @@ _CELL = re.compile(r"X|SYS|NODE|PHB|PXB|PIX|NV[0-9]+")
 
 
 def gpus() -> list[Gpu]:
-    """By torch; an empty list without any, or where the driver is broken."""
+    """The GPUs that torch sees; an empty list without any, or where the driver is broken."""
     try:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         return [_gpu(index, count) for index in range(count)]

@@ -38,7 +38,7 @@ def limit_of_files() -> int:
 
 
 def usable_cpus() -> float:
-    """By affinity, and by the quota of the container."""
+    """The processors that affinity and the quota of the container leave."""
     cores = float(len(os.sched_getaffinity(0)))
     quota = _quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
     return min(cores, quota) if quota > 0 else cores

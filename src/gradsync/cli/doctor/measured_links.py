@@ -35,7 +35,7 @@ Tick = Callable[[str], None]
 
 
 class MeasuredLink(NamedTuple):
-    """From one host or rank to the next."""
+    """The link from one host or rank to the next."""
 
     first: str
     second: str
@@ -128,7 +128,7 @@ def _ring(
 
 
 def _best(links: Sequence[Link]) -> Link:
-    """By the shortest ping and the shortest load of all tries; a load takes at least a tenth of its time itself.
+    """The best of all tries, by ping and by load; a load takes at least a tenth of its time itself.
 
     >>> _best([Link(1e-3, 1e18), Link(1e-4, LOAD_NBYTES / 1e-3)]).bandwidth == LOAD_NBYTES / 1e-3
     True

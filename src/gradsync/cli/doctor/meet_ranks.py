@@ -26,12 +26,12 @@ def share(task: Task, own: Facts) -> list[Facts]:
 
 
 def measure_here(ranks: int, quiet: bool) -> MeasuredLinks:
-    """On processes of this machine."""
+    """The links between processes of this machine."""
     return measure_alone(measure_links, ranks, len(STAGES), quiet, _BOUND_S)
 
 
 def measure_together(quiet: bool) -> MeasuredLinks:
-    """As one of a launcher's ranks."""
+    """The links between a launcher's ranks, of which this process is one."""
     init("gloo", timeout=_BOUND_S)
     try:
         return measure_as_rank(measure_links, len(STAGES), quiet)

@@ -56,7 +56,7 @@ def _prefix(name: str) -> int:
 
 
 def _mtu(name: str) -> int:
-    """By a call, not /sys, which in a network namespace may show another's interfaces."""
+    """The MTU by a call, not by /sys, which in a network namespace may show another's interfaces."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
             answer = fcntl.ioctl(any_socket, _SIOCGIFMTU, struct.pack("256s", name.encode()[:15]))

@@ -79,7 +79,7 @@ class Facts:
     trace_free_nbytes: int = -1
 
     def record(self) -> dict[str, Any]:
-        """For JSON."""
+        """The facts as plain data for JSON."""
         return asdict(self)
 
     def nic(self, name: str) -> Nic | None:

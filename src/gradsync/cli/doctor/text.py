@@ -54,7 +54,7 @@ def tell(console: Console, findings: Sequence[Finding]) -> None:
 
 
 def as_json(findings: Sequence[Finding], facts: Sequence[Facts], measured: MeasuredLinks | None) -> dict[str, Any]:
-    """For machines."""
+    """The findings for machines."""
     found = measured or MeasuredLinks()
     return {
         "command": "doctor",

@@ -47,17 +47,17 @@ class Answer:
 
     @property
     def same(self) -> tuple[Prediction, ...]:
-        """Those that train what DDP trains, up to rounding."""
+        """The candidates that train what DDP trains, up to rounding."""
         return tuple(it for it in self.candidates if trains_the_same(it))
 
     @property
     def lossy(self) -> tuple[Prediction, ...]:
-        """Those that lose something of each gradient, but take every step."""
+        """The candidates that lose something of each gradient, but take every step."""
         return tuple(it for it in self.candidates if it.quality == "lossy" and isinstance(it.plan.pace, EveryStep))
 
     @property
     def other(self) -> tuple[Prediction, ...]:
-        """Those whose pace changes what is learned, or from how large a batch."""
+        """The candidates whose pace changes what is learned, or from how large a batch."""
         return tuple(it for it in self.candidates if not isinstance(it.plan.pace, EveryStep))
 
     @property

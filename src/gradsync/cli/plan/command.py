@@ -156,7 +156,7 @@ def _tell(
 
 
 def _page(answered: Answer, found: Thresholds, swept: Sequence[tuple[Axis, list[SweepPoint]]]) -> str:
-    """With a chart by bandwidth, unless another one was asked for."""
+    """The page, with a chart by bandwidth unless another one was asked for."""
     charts = list(swept)
     if answered.cluster.world_size > 1 and not any(axis.what == "bandwidth" for axis, _ in swept):
         now = narrow_link(answered.cluster).bandwidth / answered.arrives

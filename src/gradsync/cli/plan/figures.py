@@ -25,7 +25,7 @@ def show_share(share: float) -> str:
 
 
 def show_ms(seconds: float) -> str:
-    """For a column of milliseconds: three digits, but no more than hundredths.
+    """The text for a column of milliseconds: three digits, but no more than hundredths.
 
     >>> [show_ms(x) for x in (0, 0.0000123, 0.00123, 0.0123, 12.3)]
     ['0', '0.01', '1.23', '12.3', '12300']

@@ -10,7 +10,7 @@ from gradsync.cli.plan.figures import show_share
 from gradsync.plan.paces import Accumulate, EveryStep
 from gradsync.planner.losses import measured_loss
 from gradsync.planner.prediction import Prediction
-from gradsync.planner.recommend import SAME, simplest
+from gradsync.planner.recommend import SAME
 from gradsync.planner.snippet import in_words
 from gradsync.units import show_seconds
 
@@ -65,24 +65,24 @@ def offers(answer: Answer) -> tuple[Prediction, ...]:
         for it in (*answer.lossy, *answer.other)
         if saving(it, answer.chosen) > SMALL and saving(it, answer.ddp) > SMALL
     ]
-    close = _gentlest([it for it in able if _is_close(it)])
-    boldest = _gentlest(able)
+    close = _least_lossy([it for it in able if _is_close(it)])
+    boldest = _least_lossy(able)
     found = [it for it in (close, boldest) if it is not None]
     if len(found) == 2 and found[0].step_s <= _ABOUT * found[1].step_s:
         found.pop()
     return tuple(found)
 
 
-def _gentlest(found: Sequence[Prediction]) -> Prediction | None:
-    """The plan that changes least, of those that take about as long as the fastest."""
+def _least_lossy(found: Sequence[Prediction]) -> Prediction | None:
+    """The candidate that loses least of those that take about as long as the fastest."""
     fastest_s = min((it.step_s for it in found), default=0.0)
-    option = min((it for it in found if it.step_s <= _ABOUT * fastest_s), key=_harshness, default=None)
+    option = min((it for it in found if it.step_s <= _ABOUT * fastest_s), key=_lossiness, default=None)
     if option is None:
         return None
     if not isinstance(option.plan.pace, EveryStep) and option.plan.compress is not None:
         exact = [it for it in found if it.plan.compress is None and saving(option, it) <= SAME]
-        option = min(exact, key=_harshness, default=option)
-    return simplest(option, found)
+        option = min(exact, key=_lossiness, default=option)
+    return plainest(option, found)
 
 
 def _is_close(prediction: Prediction) -> bool:
@@ -91,12 +91,12 @@ def _is_close(prediction: Prediction) -> bool:
 
 
 def _worse(prediction: Prediction) -> float:
-    """By which share the loss was higher, at worst."""
+    """The share by which the loss was higher, at worst."""
     loss = measured_loss(prediction.plan.compress)
     return _UNKNOWN if loss is None else max(loss.adamw, loss.sgd or 0.0)
 
 
-def _harshness(prediction: Prediction) -> tuple[bool, float, float]:
+def _lossiness(prediction: Prediction) -> tuple[bool, float, float]:
     if isinstance(prediction.plan.pace, EveryStep):
         return False, _worse(prediction), prediction.step_s
     return True, 0.0, prediction.step_s

@@ -35,7 +35,7 @@ class PlanInputs:
 
 
 def read_inputs(options: argparse.Namespace) -> PlanInputs:
-    """From the options of the command line."""
+    """The inputs that the options of the command line describe."""
     made = _cluster(options)
     profile = _profile(options, made.device)
     arrives = _arrives(options, made)

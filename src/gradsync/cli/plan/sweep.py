@@ -36,7 +36,7 @@ class Axis:
     high: float
 
     def points(self) -> Iterator[float]:
-        """By factors of two, and the end.
+        """The points of the axis: by factors of two, and the end.
 
         >>> list(Axis("gpus", 8, 100).points())
         [8, 16, 32, 64, 100]

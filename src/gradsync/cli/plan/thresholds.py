@@ -67,7 +67,7 @@ def find_thresholds(answer: Answer) -> Thresholds:
 
 
 def _compressed(answer: Answer) -> Prediction | None:
-    """In 16 bits, if that shrinks anything; else what the verdict speaks of; else the fastest."""
+    """The compressed candidate: 16 bits if that shrinks anything, else what the verdict speaks of, else the fastest."""
     sixteen = next((it for it in answer.same if it.quality == "16-bit"), None)
     option = next(iter(offers(answer)), None)
     if option is not None and (option.plan.compress is None or not isinstance(option.plan.pace, EveryStep)):

@@ -1,4 +1,4 @@
-"""What would change the answer: one number of the question is another, as the network, the GPUs or the batch."""
+"""Inputs with one number changed: another network, more GPUs, a larger batch."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def _probe_under_launcher(options: argparse.Namespace, task: Task) -> ProbeFindi
 
 
 def _check_file(path: Path) -> None:
-    """Before anything is measured: it can be written, and nothing else is lost by it."""
+    """Check, before anything is measured, that the file can be written, and that nothing else is lost by it."""
     try:
         files.check_writable(path)
         if path.exists() and path.stat().st_size:

@@ -46,7 +46,7 @@ def sentences(findings: ProbeFindings, path: Path) -> list[str]:
 
 
 def as_json(findings: ProbeFindings, path: Path) -> dict[str, Any]:
-    """For machines."""
+    """The findings for machines."""
     return {
         "command": "probe",
         "file": str(path),

@@ -88,14 +88,14 @@ def _read(folder: Path) -> RunTrace:
 
 
 def _names(first: Path, second: Path) -> tuple[str, str]:
-    """As short as tells them apart."""
+    """The names of the runs, as short as tells them apart."""
     names = (first.name or str(first), second.name or str(second))
     a, b = (str(first), str(second)) if names[0] == names[1] else names
     return printable(a), printable(b)
 
 
 def _check_files(options: argparse.Namespace) -> None:
-    """Before anything is read: what is in the way is said at once, and nothing of somebody else's is overwritten."""
+    """Say at once, before anything is read, what is in the way; nothing of somebody else's is overwritten."""
     for option in (*_FILES, "tensorboard"):
         path: Path | None = getattr(options, option)
         if path is None:

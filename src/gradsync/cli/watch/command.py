@@ -96,7 +96,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _read_token(path: Path) -> str:
-    """From a file that only its owner can read."""
+    """The token in a file that only its owner can read."""
     try:
         with files.open_to_read(path) as file:
             mode, token = os.fstat(file.fileno()).st_mode, file.read(_TOKEN_NBYTES).decode("ascii").strip()

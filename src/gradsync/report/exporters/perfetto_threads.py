@@ -32,7 +32,7 @@ class ThreadTrack:
 
 
 class Lanes:
-    """As many threads as there are slices at once."""
+    """A set of threads, as many as there are slices at once."""
 
     def __init__(self, most: int) -> None:
         self._ends: list[int] = []

@@ -31,7 +31,7 @@ class AccessToken:
         self._cookie = f"gradsync-{secrets.token_hex(4)}"
 
     def matches(self, token: bytes) -> bool:
-        """In a time that says nothing about how much of it was right."""
+        """Whether the token is right, found in a time that says nothing about how much of it was."""
         return secrets.compare_digest(token, self.token.encode())
 
     def is_bearer(self, headers: Headers) -> bool:

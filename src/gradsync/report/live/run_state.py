@@ -27,7 +27,7 @@ class RunState(NamedTuple):
 
 
 def state_of(run: RunTrace, silent_s: float) -> RunState:
-    """From each rank's last words, and how long ago the latest were written."""
+    """The state that follows from each rank's last lines, and from how long ago the latest were written."""
     step = max((trace.steps[-1].step for trace in run.ranks.values() if trace.steps), default=0)
     failed = [trace.errors[-1] for trace in run.ranks.values() if trace.errors and not trace.left_in_order]
     gone = {rank for rank, trace in run.ranks.items() if trace.errors or trace.end is not None}
@@ -71,7 +71,7 @@ def silence_s(folder: Path) -> float:
 
 
 def _roughly(seconds: float) -> str:
-    """In steps that grow, so that it need not be told anew every second.
+    """The time in steps that grow, so that it need not be told anew every second.
 
     >>> _roughly(31), _roughly(119), _roughly(200), _roughly(8000)
     ('30 s', '90 s', '3 min', '2 h')

@@ -83,7 +83,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """With the token behind #, which browsers keep to themselves: it is in no log and no Referer."""
+        """The address with the token behind #, which browsers keep to themselves: it is in no log and no Referer."""
         return f"{self.address}#token={self._token.token}"
 
     def run(self) -> None:
@@ -92,7 +92,7 @@ class Server:
             asyncio.run(self._serve())
 
     def stop(self) -> None:
-        """From any thread."""
+        """Stop the server, from any thread."""
         self._uvicorn.should_exit = True
 
     async def _serve(self) -> None:

@@ -26,7 +26,7 @@ def name(text: str, most: int = 80) -> str:
 
 
 def cut(text: str, most: int) -> str:
-    """At most so many letters; the middle goes, since names differ at their ends.
+    """The text with at most so many letters; the middle goes, since names differ at their ends.
 
     >>> cut("layer.weight", 7)
     'lay…ght'

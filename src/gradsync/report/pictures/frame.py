@@ -28,7 +28,7 @@ class Frame(NamedTuple):
         return self.width - self.right
 
     def x_at(self, share: float) -> float:
-        """From 0 (the left edge of the drawing) to 1 (its right edge)."""
+        """The x of a share from 0 (the left edge of the drawing) to 1 (its right edge)."""
         return self.left + self.plot * share
 
     def tip(self, says: str) -> str:

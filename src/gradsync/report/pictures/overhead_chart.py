@@ -39,7 +39,7 @@ class OverheadPoint(NamedTuple):
 
 
 def costs(table: Table) -> list[OverheadPoint]:
-    """The costs of steps that count, in at most 160 groups."""
+    """The overhead of steps that count, in at most 160 groups."""
     found = [cost for step in table.judged() if (cost := _cost(table, step)) is not None]
     return [_together(group) for group in bins(found, _MOST_POINTS)]
 
@@ -130,5 +130,5 @@ def _caption(points: Sequence[OverheadPoint]) -> str:
 
 
 def _x(frame: Frame, index: int, points: Sequence[OverheadPoint]) -> float:
-    """In the middle of its column, but the first and the last reach the edges."""
+    """The x of a point: the middle of its column, but the first and the last reach the edges."""
     return frame.x_at(index / (len(points) - 1))

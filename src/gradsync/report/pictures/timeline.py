@@ -97,7 +97,7 @@ def _start(bucket: BucketTimes) -> float:
 
 
 def _lanes(travels: Sequence[BucketTransfer]) -> list[list[BucketTransfer]]:
-    """Those that overlap below each other; the last lane takes what is left."""
+    """Transfers that overlap lie below each other; the last lane takes what is left."""
     lanes: list[list[BucketTransfer]] = []
     for transfer in travels:
         free = next((lane for lane in lanes if lane[-1].stop <= transfer.start), None)

@@ -233,7 +233,7 @@ def _accusation(
 
 
 def _followers(seen: SeenByRank, told: set[int], since: float | None) -> list[str]:
-    """Those who raised as a consequence."""
+    """A sentence on the ranks that raised as a consequence."""
     ranks = sorted(rank for rank, each in seen.items() if each.error is not None and rank not in told)
     if not ranks:
         return []

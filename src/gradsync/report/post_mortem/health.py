@@ -51,7 +51,7 @@ def _lines(run: RunTrace) -> list[Health]:
 
 
 def _first(lines: Iterable[Health]) -> Health | None:
-    """The line that says most of the first step: every rank writes it down."""
+    """The line of the first step that says most: every rank writes one down."""
     return min(lines, key=lambda line: (line.step, line.parameter is None, not line.ranks), default=None)
 
 

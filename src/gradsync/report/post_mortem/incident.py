@@ -82,13 +82,13 @@ class IncidentLocation:
         self.run, self.ranks, self.step, self.bucket = run, list(ranks), step, bucket
 
     def incident(self, kind: str, *sentences: str, parameter: str | None = None, stopped: bool = True) -> Incident:
-        """An account of that kind, in these sentences."""
+        """The incident of that kind, in these sentences."""
         names = [parameter] if parameter is not None else self._parameters()
         text = " ".join([*sentences, *_not_here(self.run)])
         return Incident(kind, self.ranks, self.step, self.bucket, names, text, self._advice(kind), stopped)
 
     def _advice(self, kind: str) -> str:
-        """With the processes that it is about, by their pids: of all ranks where nobody says more."""
+        """The advice with the pids of the processes that it is about: of all ranks where nobody says more."""
         source = source_of(self.run)
         own = processes(self.run, self.ranks)
         everybody = processes(self.run, list(self.run.ranks)[:_MOST_PROCESSES])
@@ -121,14 +121,14 @@ class IncidentLocation:
 
 
 class RankProcess(NamedTuple):
-    """Where a rank ran."""
+    """The host and process where a rank ran."""
 
     host: str
     pid: int
 
 
 def processes(run: RunTrace, ranks: Sequence[int]) -> list[RankProcess]:
-    """The processes of these ranks, as far as their files are here."""
+    """The processes of those ranks whose files are here."""
     found = [run.ranks[rank].run for rank in ranks if rank in run.ranks]
     return [RankProcess(printable(each.host), each.pid) for each in found]
 
@@ -162,7 +162,7 @@ def sentence(text: str) -> str:
 
 
 def upper_first(text: str) -> str:
-    """At the head of a sentence.
+    """The text as the head of a sentence.
 
     >>> upper_first("ranks 1 and 2")
     'Ranks 1 and 2'

@@ -93,7 +93,7 @@ def _left(flight: Sequence[FlightEntry]) -> bool:
 
 
 def describe_bucket(trace: RankTrace, step: int | None, bucket: int | None) -> str:
-    """With the parameters in it, a few of them by name."""
+    """The bucket with the parameters in it, a few of them by name."""
     if bucket is None:
         return "the others"
     names = parameters_of(trace, step, bucket)
@@ -130,7 +130,7 @@ def shift_of(run: RunTrace, rank: int) -> float:
 
 
 def _with_known_ranks(error: Error, group: Sequence[int]) -> Error:
-    """With ranks that can be, and not too many: a file may name any."""
+    """The error with ranks that can be, and not too many: a file may name any."""
     return replace(error, ranks=[rank for rank in error.ranks if rank in group][:_MOST_NAMED])
 
 
@@ -139,7 +139,7 @@ def _of_entry(entry: FlightEntry) -> tuple[int, float]:
 
 
 def _of_lines(trace: RankTrace) -> tuple[int | None, float | None]:
-    """Without a flight record: the end of the last step that it wrote."""
+    """How a rank without a flight record was last seen: at the end of the last step that it wrote."""
     if not trace.steps:
         return None, None
     return trace.steps[-1].step, trace.steps[-1].at + trace.steps[-1].step_s

@@ -52,7 +52,7 @@ class LinkResult:
 
     @property
     def compressed(self) -> list[LinkVariantResult]:
-        """Those that compress by gradsync, the fastest first."""
+        """The arms that compress by gradsync, the fastest first."""
         return sorted((arm for arm in self.arms if arm.arm in COMPRESSED), key=lambda arm: arm.step_ms.median)
 
     @property

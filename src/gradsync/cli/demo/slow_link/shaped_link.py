@@ -64,7 +64,7 @@ class Shaper:
 
     @classmethod
     def of(cls, rate: str | int, burst: int | None = None, queue: int | None = None) -> Shaper:
-        """With defaults, checked.
+        """The shaper of a rate, with defaults, checked.
 
         >>> Shaper.of("100mbit")
         Shaper(rate=100000000, burst=131072, queue=1250000)
@@ -104,7 +104,7 @@ def connect(first: int, second: int, shaper: Shaper | None) -> None:
 
 
 def set_up(pid: int, host: int, shaper: Shaper | None) -> None:
-    """In a process's network, turn on loopback and its end of a link, under the address of that host."""
+    """Turn on loopback and an end of the link in a process's network, under the address of that host."""
 
     def work(kernel: Netlink) -> None:
         turn_on(kernel, "lo")

@@ -26,6 +26,6 @@ def payload(nbytes: int, packets: int) -> int:
 
 
 def sent(table: str) -> Traffic:
-    """From /proc/net/dev: after the name, 8 numbers of what was received, then bytes and packets sent."""
+    """The traffic in /proc/net/dev: after the name come 8 numbers of what was received, then bytes and packets sent."""
     fields = next(line for line in table.splitlines() if line.strip().startswith(f"{INTERFACE}:")).split(":")[1].split()
     return Traffic(int(fields[8]), int(fields[9]))

@@ -96,7 +96,7 @@ def train(shape: DemoShape, steps: int, shaper: Shaper, folder: str) -> tuple[di
 
 
 def _move(shaper: Shaper, folder: str) -> None:
-    """From the group on loopback to one over the link."""
+    """Leave the group on loopback for one over the link."""
     rank, pids = dist.get_rank(), torch.zeros(dist.get_world_size(), dtype=torch.int64, device="cpu")
     namespaces.unshare(namespaces.NEWNET)  # for this thread, and for those that it starts from now on
     pids[rank] = os.getpid()

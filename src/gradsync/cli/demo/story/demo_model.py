@@ -67,7 +67,7 @@ class Block(nn.Module):
 
 
 def build(shape: DemoShape) -> CharTransformer:
-    """A model with the same weights at every call, on every rank."""
+    """A model whose weights are equal at every call, on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return CharTransformer(shape)

@@ -120,7 +120,7 @@ def compare(these: Rounds, those: Rounds) -> VariantComparison:
     """These steps against those.
 
     >>> compare([[2.0, 2.0], [3.0]], [[1.0], [4.0, 4.0]])
-    ArmComparison(ratio=Spread(median=1.375, low=1.0625, high=1.6875), slower_rounds=1, rounds=2)
+    VariantComparison(ratio=Spread(median=1.375, low=1.0625, high=1.6875), slower_rounds=1, rounds=2)
     """
     ratios = [median(a) / median(b) for a, b in zip(these, those, strict=True)]
     return VariantComparison(spread(ratios), sum(ratio > 1 for ratio in ratios), len(ratios))

@@ -130,5 +130,5 @@ def _identical(arm: DemoVariantResult) -> bool:
     return arm.replicas is not None and arm.replicas.identical
 
 
-def _percent(gap: WeightDistance) -> str:
-    return f"{100 * gap.relative:.2g}\N{NO-BREAK SPACE}%"
+def _percent(distance: WeightDistance) -> str:
+    return f"{100 * distance.relative:.2g}\N{NO-BREAK SPACE}%"

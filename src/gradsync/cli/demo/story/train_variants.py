@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradsync.cli.bench.other_processes import OtherProcesses
 from gradsync.cli.demo.story.corpus import Text, draw, read_library
 from gradsync.cli.demo.story.demo_model import DemoShape, build, loss_of
-from gradsync.cli.demo.story.weight_distance import WeightDistance, flatten, gap, widest
+from gradsync.cli.demo.story.weight_distance import WeightDistance, distance, flatten, largest_distance
 from gradsync.cli.local_ranks import advance
 from gradsync.engine.attach import attach
 from gradsync.engine.handle import GradSync
@@ -132,7 +132,7 @@ def rank_batch(text: Text, shape: DemoShape, step: int, rank: int) -> tuple[torc
 
 @contextmanager
 def _all_threads() -> Iterator[None]:
-    """As many threads as all ranks together have."""
+    """This process has as many threads as all ranks together meanwhile."""
     own = torch.get_num_threads()
     torch.set_num_threads(own * dist.get_world_size())
     try:
@@ -152,8 +152,8 @@ def _final_record(arms: list[DemoVariant], sync: GradSync, text: Text, shape: De
         rounds,
         before,
         losses={arm.name: validate(arm.plain, text, shape) for arm in arms},
-        replicas={name: widest(replicas) for name, replicas in weights.items()},
-        from_ddp=gap(weights[DDP][0], weights[GRADSYNC][0]),
+        replicas={name: largest_distance(replicas) for name, replicas in weights.items()},
+        from_ddp=distance(weights[DDP][0], weights[GRADSYNC][0]),
         sent={
             ONE: 0,
             ALONE: 0,

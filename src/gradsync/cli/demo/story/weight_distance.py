@@ -22,11 +22,11 @@ def flatten(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in parameters])
 
 
-def gap(first: torch.Tensor, second: torch.Tensor) -> WeightDistance:
+def distance(first: torch.Tensor, second: torch.Tensor) -> WeightDistance:
     """The difference of two float32 vectors.
 
-    >>> gap(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
-    Gap(identical=False, max_abs=0.5, relative=0.1)
+    >>> distance(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
+    WeightDistance(identical=False, max_abs=0.5, relative=0.1)
     """
     # As integers: for floats, torch.equal takes 0.0 for -0.0 and no NaN for itself.
     identical = torch.equal(first.view(torch.int32), second.view(torch.int32))
@@ -34,7 +34,9 @@ def gap(first: torch.Tensor, second: torch.Tensor) -> WeightDistance:
     return WeightDistance(identical, float(difference.abs().max()), float(difference.norm() / first.double().norm()))
 
 
-def widest(replicas: Sequence[torch.Tensor]) -> WeightDistance:
-    """The largest gap between the first replica and any other."""
-    gaps = [gap(replicas[0], other) for other in replicas[1:]]
-    return WeightDistance(all(g.identical for g in gaps), max(g.max_abs for g in gaps), max(g.relative for g in gaps))
+def largest_distance(replicas: Sequence[torch.Tensor]) -> WeightDistance:
+    """The largest distance between the first replica and any other."""
+    distances = [distance(replicas[0], other) for other in replicas[1:]]
+    return WeightDistance(
+        all(g.identical for g in distances), max(g.max_abs for g in distances), max(g.relative for g in distances)
+    )
