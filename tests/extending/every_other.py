@@ -6,7 +6,7 @@ import torch
 
 from gradsync.compress.param import Param
 from gradsync.compress.recipe import Codec
-from gradsync.compress.rounds import Bucket, Compute, Sum
+from gradsync.compress.rounds import CodedBucket, Compute, Sum
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class EveryOther(Codec):
     def nbytes(self, param: Param) -> int:
         return 4 * -(-param.numel // 2)
 
-    def rounds(self, bucket: Bucket) -> Iterator[Compute | Sum]:
+    def rounds(self, bucket: CodedBucket) -> Iterator[Compute | Sum]:
         payload = bucket.numbers(-(-bucket.numel // 2), torch.float32)
 
         def encode(step: int) -> None:

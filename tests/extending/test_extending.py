@@ -23,7 +23,7 @@ from gradsync.planner.profile import Gradient, ModelProfile
 from gradsync.planner.recommend import recommend
 from gradsync.planner.snippet import as_python, in_words
 from gradsync.probe.codecs import codec_speed
-from gradsync.probe.probe_group import gather_group
+from gradsync.probe.probe_group import open_probe_group
 from gradsync.transport.host_meeting import declare_host
 
 PLANS = {
@@ -199,7 +199,7 @@ def test_each_has_a_price() -> None:
 def probed() -> CodecSpeed:
     world = dist.group.WORLD
     assert world is not None
-    with gather_group(world, brief=True) as crew:
+    with open_probe_group(world, brief=True) as crew:
         return codec_speed(crew, EveryOther())
 
 

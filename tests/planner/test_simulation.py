@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.planner.simulation import Compute, SimulatedBucket, end_s, fair_speeds, simulate
+from gradsync.planner.simulation import ComputeTimes, SimulatedBucket, end_s, fair_speeds, simulate
 from gradsync.planner.stages import Stage
 
 NOTHING = Stage(0.0, 0.0, True)
@@ -22,8 +22,8 @@ def code(duration: float) -> Stage:
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[Compute, list[SimulatedBucket]]:
-    compute = Compute(draw(seconds), draw(st.floats(0.01, 1.0)), draw(seconds))
+def steps(draw: st.DrawFn) -> tuple[ComputeTimes, list[SimulatedBucket]]:
+    compute = ComputeTimes(draw(seconds), draw(st.floats(0.01, 1.0)), draw(seconds))
     ready = sorted(draw(st.lists(st.floats(0.0, compute.backward_s), min_size=1, max_size=6)))
     kinds = st.sampled_from(["plain", "one round", "two rounds"])
     buckets = []
@@ -44,7 +44,7 @@ def total(buckets: list[SimulatedBucket], on_wire: bool) -> float:
 
 @given(steps(), st.sampled_from([0.5, 1.0, 2.0]), st.booleans())
 def test_a_step_is_never_shorter_than_its_parts_nor_longer_than_all_of_them(
-    step: tuple[Compute, list[SimulatedBucket]], cores: float, overlap: bool
+    step: tuple[ComputeTimes, list[SimulatedBucket]], cores: float, overlap: bool
 ) -> None:
     compute, buckets = step
     took = end_s(simulate(compute, buckets, NOTHING, cores, overlap))
@@ -54,7 +54,9 @@ def test_a_step_is_never_shorter_than_its_parts_nor_longer_than_all_of_them(
 
 
 @given(steps())
-def test_overlap_never_makes_a_step_longer_where_cores_are_plenty(step: tuple[Compute, list[SimulatedBucket]]) -> None:
+def test_overlap_never_makes_a_step_longer_where_cores_are_plenty(
+    step: tuple[ComputeTimes, list[SimulatedBucket]],
+) -> None:
     compute, buckets = step
     overlapped, after = (end_s(simulate(compute, buckets, NOTHING, 8.0, overlap)) for overlap in (True, False))
     assert overlapped <= after + 1e-9
@@ -65,7 +67,7 @@ def test_equal_buckets_take_what_the_formula_says(backward_s: float, wires_s: fl
     """T = T_c + max(0, C − last − T_b) + last in the fluid limit; exactly, for k buckets at even times:"""
     each = wires_s / k
     buckets = [SimulatedBucket(str(i), backward_s * (i + 1) / k, [wire(each)]) for i in range(k)]
-    took = end_s(simulate(Compute(0.5, backward_s, 0.1), buckets, NOTHING, 2.0, True))
+    took = end_s(simulate(ComputeTimes(0.5, backward_s, 0.1), buckets, NOTHING, 2.0, True))
     first = backward_s / k
     expected = 0.6 + max(backward_s + each, first + wires_s)
     assert took == pytest.approx(expected)
@@ -74,26 +76,30 @@ def test_equal_buckets_take_what_the_formula_says(backward_s: float, wires_s: fl
 @given(st.floats(0.0, 2.0))
 def test_without_overlap_everything_follows_backward(wires_s: float) -> None:
     buckets = [SimulatedBucket("a", 0.1, [wire(wires_s / 2)]), SimulatedBucket("b", 0.3, [wire(wires_s / 2)])]
-    assert end_s(simulate(Compute(0.2, 0.4, 0.1), buckets, NOTHING, 1.0, False)) == pytest.approx(0.7 + wires_s)
+    assert end_s(simulate(ComputeTimes(0.2, 0.4, 0.1), buckets, NOTHING, 1.0, False)) == pytest.approx(0.7 + wires_s)
 
 
 def test_a_busy_wire_slows_computation_by_its_load() -> None:
     buckets = [SimulatedBucket("a", 0.0, [wire(0.5, load=0.2)])]
-    assert end_s(simulate(Compute(0.0, 1.0, 0.0), buckets, NOTHING, 1.0, True)) == pytest.approx(1.1)
-    assert end_s(simulate(Compute(0.0, 1.0, 0.0), buckets, NOTHING, 1.2, True)) == pytest.approx(1.0)
+    assert end_s(simulate(ComputeTimes(0.0, 1.0, 0.0), buckets, NOTHING, 1.0, True)) == pytest.approx(1.1)
+    assert end_s(simulate(ComputeTimes(0.0, 1.0, 0.0), buckets, NOTHING, 1.2, True)) == pytest.approx(1.0)
 
 
 def test_coding_takes_time_from_computation_where_there_is_one_core() -> None:
     buckets = [SimulatedBucket("a", 0.0, [code(0.3), wire(0.1), code(0.2)])]
-    assert end_s(simulate(Compute(0.0, 1.0, 0.0), buckets, NOTHING, 1.0, True)) == pytest.approx(1.5)
+    assert end_s(simulate(ComputeTimes(0.0, 1.0, 0.0), buckets, NOTHING, 1.0, True)) == pytest.approx(1.5)
     # With two, decoding still waits for the pipeline's next turn, which here is the end of backward.
-    assert end_s(simulate(Compute(0.0, 1.0, 0.0), buckets, NOTHING, 2.0, True)) == pytest.approx(1.2)
+    assert end_s(simulate(ComputeTimes(0.0, 1.0, 0.0), buckets, NOTHING, 2.0, True)) == pytest.approx(1.2)
 
 
 def test_the_second_round_of_a_bucket_follows_the_first_of_the_next() -> None:
     two = [code(0.1), wire(0.2), code(0.1), wire(0.2), code(0.1)]
     spans = simulate(
-        Compute(0.0, 1.0, 0.0), [SimulatedBucket("a", 0.0, two), SimulatedBucket("b", 0.5, two)], NOTHING, 8.0, True
+        ComputeTimes(0.0, 1.0, 0.0),
+        [SimulatedBucket("a", 0.0, two), SimulatedBucket("b", 0.5, two)],
+        NOTHING,
+        8.0,
+        True,
     )
     sent = [span.label for span in spans if span.track == "wire"]
     assert sent == ["a", "b", "a", "b"]
@@ -101,7 +107,7 @@ def test_the_second_round_of_a_bucket_follows_the_first_of_the_next() -> None:
 
 def test_what_happens_while_computation_waits_is_marked() -> None:
     buckets = [SimulatedBucket("a", 0.1, [wire(0.2)]), SimulatedBucket("b", 0.5, [wire(0.3)])]
-    spans = simulate(Compute(0.0, 0.5, 0.1), buckets, NOTHING, 1.0, True)
+    spans = simulate(ComputeTimes(0.0, 0.5, 0.1), buckets, NOTHING, 1.0, True)
     assert {span.label: span.exposed for span in spans if span.track == "wire"} == {"a": False, "b": True}
 
 

@@ -36,7 +36,7 @@ import torch
 
 from gradsync.compress.param import Param, Span, number_of
 from gradsync.compress.recipe import Codec
-from gradsync.compress.rounds import Bucket, Compute, Gather, Rounds, Trade
+from gradsync.compress.rounds import CodedBucket, Compute, Gather, Rounds, Trade
 from gradsync.kernels.block_kernels import ALIGN_NBYTES, BODY, HEAD, KEPT, BlockTable, Code, Mode, decode, encode
 
 MIN_BLOCK = 32
@@ -83,12 +83,12 @@ class BlockCodec(Codec, ABC):
         heads = sum(count * self.head_nbytes(length) for count, length in blocks)
         return align(heads) + sum(count * self.body_nbytes(length) for count, length in blocks)
 
-    def rounds(self, bucket: Bucket) -> Rounds:
+    def rounds(self, bucket: CodedBucket) -> Rounds:
         """See the two ways above."""
         return (_two_phases if two_phases_pay(bucket.size, bucket.in_memory) else _gather)(self, bucket)
 
 
-def _gather(codec: BlockCodec, bucket: Bucket) -> Rounds:
+def _gather(codec: BlockCodec, bucket: CodedBucket) -> Rounds:
     """Everybody's payload to everybody."""
     code, claimed, rank = codec.code(), sum(map(codec.nbytes, bucket.params)), bucket.rank
     table = bucket.prepare(lambda: partition(codec, bucket.spans, 1, bucket.device).whole)
@@ -105,7 +105,7 @@ def _gather(codec: BlockCodec, bucket: Bucket) -> Rounds:
     yield Compute(lambda step: decode(code, rows.near, table, bucket.flat), decode=bucket.size)
 
 
-def _two_phases(codec: BlockCodec, bucket: Bucket) -> Rounds:
+def _two_phases(codec: BlockCodec, bucket: CodedBucket) -> Rounds:
     """Everybody's payload to who answers for it, and sums back."""
     code, claimed, rank, size = codec.code(), sum(map(codec.nbytes, bucket.params)), bucket.rank, bucket.size
     parts = bucket.prepare(lambda: partition(codec, bucket.spans, size, bucket.device))

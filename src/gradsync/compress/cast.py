@@ -12,15 +12,15 @@ from typing import ClassVar
 import torch
 
 from gradsync.compress.param import Param
-from gradsync.compress.recipe import EXACT, Choice, Codec, Traffic
-from gradsync.compress.rounds import Bucket, Compute, Payload, Rounds, Sum
+from gradsync.compress.recipe import EXACT, Choice, Codec, MemoryTraffic
+from gradsync.compress.rounds import CodedBucket, Compute, Payload, Rounds, Sum
 
 
 class Cast(Codec, ABC):
     """A narrower dtype."""
 
     quality = "16-bit"
-    traffic = Traffic(6.0, 6.0)
+    traffic = MemoryTraffic(6.0, 6.0)
     dtype: ClassVar[torch.dtype]
 
     def choose(self, param: Param) -> Choice:
@@ -30,7 +30,7 @@ class Cast(Codec, ABC):
     def nbytes(self, param: Param) -> int:
         return param.numel * self.dtype.itemsize
 
-    def rounds(self, bucket: Bucket) -> Rounds:
+    def rounds(self, bucket: CodedBucket) -> Rounds:
         """One sum."""
         payload = bucket.numbers(bucket.numel, self.dtype)
         yield Compute(lambda step: _encode(bucket, payload), encode=1)
@@ -38,7 +38,7 @@ class Cast(Codec, ABC):
         yield Compute(lambda step: bucket.flat.copy_(payload.near), decode=1)
 
 
-def _encode(bucket: Bucket, payload: Payload) -> None:
+def _encode(bucket: CodedBucket, payload: Payload) -> None:
     flat, residual, sent = bucket.flat, bucket.residual, payload.near
     if residual is None:
         sent.copy_(flat)

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, get_args
 
 from gradsync.compress.blocks import MIN_BLOCK, BlockCodec, align
 from gradsync.compress.param import key_of
-from gradsync.compress.recipe import MAX_SEED, Compressor, Traffic, check_block, check_whole
+from gradsync.compress.recipe import MAX_SEED, Compressor, MemoryTraffic, check_block, check_whole
 from gradsync.compress.wrappers import with_feedback
 from gradsync.kernels.block_kernels import MAX_BLOCK, Code, Method
 
@@ -46,7 +46,7 @@ class Int8(Integers):
     """See `int8`."""
 
     name: ClassVar[str] = "int8"
-    traffic = Traffic(13.0, 5.0)
+    traffic = MemoryTraffic(13.0, 5.0)
     method: ClassVar[Method] = Method.INT8
 
     def body_nbytes(self, length: int) -> int:
@@ -58,7 +58,7 @@ class Int4(Integers):
     """See `int4`."""
 
     name: ClassVar[str] = "int4"
-    traffic = Traffic(12.5, 4.5)
+    traffic = MemoryTraffic(12.5, 4.5)
     method: ClassVar[Method] = Method.INT4
 
     def body_nbytes(self, length: int) -> int:

@@ -18,8 +18,8 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from gradsync.compress.param import Param, Span, number_of
-from gradsync.compress.recipe import EXACT, MAX_SEED, Choice, Codec, Compressor, Traffic, check_whole, is_number
-from gradsync.compress.rounds import Bucket, Compute, Payload, Rounds, Sum
+from gradsync.compress.recipe import EXACT, MAX_SEED, Choice, Codec, Compressor, MemoryTraffic, check_whole, is_number
+from gradsync.compress.rounds import CodedBucket, Compute, Payload, Rounds, Sum
 from gradsync.compress.wrappers import with_feedback
 from gradsync.kernels.powersgd_kernels import orthogonalize, project, project_back, restore
 
@@ -31,7 +31,7 @@ class PowerSGD(Codec):
     """See `powersgd`."""
 
     name: ClassVar[str] = "powersgd"
-    traffic = Traffic(12.0, 8.0, 8.0)
+    traffic = MemoryTraffic(12.0, 8.0, 8.0)
 
     rank: int = 4
     min_ratio: float = 2.0
@@ -58,7 +58,7 @@ class PowerSGD(Codec):
     def start(self, param: Param) -> torch.Tensor:
         return start_q(param, self.rank, self.seed)
 
-    def rounds(self, bucket: Bucket) -> Rounds:
+    def rounds(self, bucket: CodedBucket) -> Rounds:
         """Two sums of thin matrices, P and then Q, which the pipeline pipelines over buckets."""
         sides = zip(*(matrix(param.shape) for param in bucket.params), strict=True)
         p, q = (bucket.numbers(self.rank * sum(side), torch.float32) for side in sides)
@@ -116,7 +116,7 @@ class _Batch(NamedTuple):
 class _Factoring:
     """A bucket of matrices, and its payloads."""
 
-    def __init__(self, codec: PowerSGD, bucket: Bucket, p: Payload, q: Payload) -> None:
+    def __init__(self, codec: PowerSGD, bucket: CodedBucket, p: Payload, q: Payload) -> None:
         self._codec, self._factors = codec, bucket.factors
         # Without feedback the sum of gradient and nothing is made in the same place.
         self._scratch = torch.zeros_like(bucket.flat, dtype=torch.float32) if bucket.residual is None else None
@@ -124,7 +124,7 @@ class _Factoring:
         self._before: list[torch.Tensor] = []  # of the step under way: Q of the last one,
         self._own: list[torch.Tensor] = []  # and this rank's part of the new one
 
-    def _make_batches(self, bucket: Bucket, all_p: torch.Tensor, all_q: torch.Tensor) -> Iterator[_Batch]:
+    def _make_batches(self, bucket: CodedBucket, all_p: torch.Tensor, all_q: torch.Tensor) -> Iterator[_Batch]:
         p_at, q_at, rank = 0, 0, self._codec.rank
         residual = bucket.residual if self._scratch is None else self._scratch
         assert residual is not None

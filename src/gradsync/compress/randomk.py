@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from gradsync.compress.param import Param, Span, key_of, number_of
-from gradsync.compress.recipe import MAX_SEED, Codec, Compressor, Traffic, check_density, check_whole
-from gradsync.compress.rounds import Bucket, Compute, Payload, Rounds, Sum
+from gradsync.compress.recipe import MAX_SEED, Codec, Compressor, MemoryTraffic, check_density, check_whole
+from gradsync.compress.rounds import CodedBucket, Compute, Payload, Rounds, Sum
 from gradsync.compress.topk import share
 from gradsync.compress.wrappers import with_feedback
 from gradsync.kernels.block_torch import dither
@@ -41,7 +41,7 @@ class RandomK(Codec):
     """See `randomk`."""
 
     name: ClassVar[str] = "randomk"
-    traffic = Traffic(12.1, 4.1)
+    traffic = MemoryTraffic(12.1, 4.1)
 
     density: float
     seed: int = 0
@@ -77,7 +77,7 @@ class RandomK(Codec):
         begins, lengths, params, ordinals = torch.from_numpy(columns).to(device)
         return Strata(begins, lengths, params, ordinals, self.seed)
 
-    def rounds(self, bucket: Bucket) -> Rounds:
+    def rounds(self, bucket: CodedBucket) -> Rounds:
         """One sum."""
         payload = bucket.numbers(sum(self.count(param.numel) for param in bucket.params), payload_dtype(bucket.dtype))
         sampling = bucket.prepare(lambda: _Sampling(bucket, self.strata(bucket.spans, bucket.device), payload))
@@ -89,7 +89,7 @@ class RandomK(Codec):
 class _Sampling:
     """A bucket and its payload."""
 
-    def __init__(self, bucket: Bucket, strata: Strata, payload: Payload) -> None:
+    def __init__(self, bucket: CodedBucket, strata: Strata, payload: Payload) -> None:
         self._flat, self._residual, self._payload, self._strata = bucket.flat, bucket.residual, payload.near, strata
         self._places = strata.begin  # those drawn in the step under way
         # Without feedback an element stands for all of its stratum.

@@ -18,12 +18,10 @@ from typing import ClassVar, Literal, NamedTuple, Protocol, TypeGuard, runtime_c
 import torch
 
 from gradsync.compress.param import Param
-from gradsync.compress.rounds import Bucket, Rounds
-
-Quality = Literal["16-bit", "lossy"]
+from gradsync.compress.rounds import CodedBucket, Rounds
 
 
-class Traffic(NamedTuple):
+class MemoryTraffic(NamedTuple):
     """Bytes of memory read and written per element, where nobody measured a codec.
 
     What is read and written, each once, for gradients of 4 bytes with error feedback.
@@ -31,7 +29,7 @@ class Traffic(NamedTuple):
 
     encode: float
     decode: float
-    between: float = 0.0  # two rounds
+    between: float = 0.0  # where there are two rounds
 
 
 class Codec(ABC):
@@ -41,19 +39,19 @@ class Codec(ABC):
     """
 
     name: ClassVar[str]  # for people, and in a probe's file
-    quality: ClassVar[Quality] = "lossy"
-    traffic: ClassVar[Traffic] = Traffic(12.0, 8.0)
+    quality: ClassVar[Literal["16-bit", "lossy"]] = "lossy"
+    traffic: ClassVar[MemoryTraffic] = MemoryTraffic(12.0, 8.0)
 
     def choose(self, param: Param) -> Choice:
-        """How this parameter's gradient is to travel: a codec alone is a recipe too."""
-        return if_real(self, param)
+        """A codec alone is a recipe too: for real floating numbers; complex and whole ones go as they are."""
+        return Choice(self) if param.dtype in _REAL else EXACT
 
     @abstractmethod
     def nbytes(self, param: Param) -> int:
         """The bytes of this parameter's payload."""
 
     @abstractmethod
-    def rounds(self, bucket: Bucket) -> Rounds:
+    def rounds(self, bucket: CodedBucket) -> Rounds:
         """What is computed and sent, in this order; at its end the bucket holds the sum over the ranks."""
 
     def start(self, param: Param) -> torch.Tensor | None:
@@ -82,11 +80,6 @@ class Choice:
 EXACT = Choice()
 
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def if_real(codec: Codec, param: Param) -> Choice:
-    """This codec for a gradient of real floating numbers; complex and whole numbers go as they are."""
-    return Choice(codec) if param.dtype in _REAL else EXACT
 
 
 @runtime_checkable

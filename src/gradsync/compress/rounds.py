@@ -83,7 +83,7 @@ class Absent(NamedTuple):
 Rounds = Iterator[Compute | Sum | Gather | Trade | SumInside | Absent]
 
 
-class Bucket(ABC):
+class CodedBucket(ABC):
     """Gradients that travel together, and the ranks they travel among."""
 
     params: Sequence[Param]
@@ -116,7 +116,7 @@ class Bucket(ABC):
         """What `make` makes, once and for all steps."""
 
 
-class BucketForm(Bucket):
+class BucketForm(CodedBucket):
     """A bucket without memory, for who only wants to know the rounds."""
 
     def __init__(self, params: Sequence[Param], size: int, in_memory: bool = False) -> None:
@@ -135,12 +135,12 @@ class BucketForm(Bucket):
         return nothing  # and nothing that would use it is run
 
 
-def exact(bucket: Bucket) -> Rounds:
+def exact(bucket: CodedBucket) -> Rounds:
     """As it is: one sum."""
     yield Sum(bucket.whole)
 
 
-def across(bucket: Bucket, inner: Rounds, speaks: bool) -> Rounds:
+def across(bucket: CodedBucket, inner: Rounds, speaks: bool) -> Rounds:
     """Exactly inside each host, compressed across: the first rank of a host speaks for it.
 
     inside, a sum      across, compressed             inside, back to all

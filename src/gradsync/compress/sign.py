@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gradsync.compress.blocks import MIN_BLOCK, BlockCodec, align
-from gradsync.compress.recipe import Compressor, Traffic, check_block
+from gradsync.compress.recipe import Compressor, MemoryTraffic, check_block
 from gradsync.compress.wrappers import with_feedback
 from gradsync.kernels.block_kernels import MAX_BLOCK, Code, Method
 
@@ -16,7 +16,7 @@ class Sign(BlockCodec):
     """See `sign`."""
 
     name: ClassVar[str] = "sign"
-    traffic = Traffic(12.1, 4.1)
+    traffic = MemoryTraffic(12.1, 4.1)
 
     block: int = 256
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import ClassVar
 
 from gradsync.compress.blocks import MIN_BLOCK, BlockCodec, align
-from gradsync.compress.recipe import Compressor, Traffic, check_block, check_density
+from gradsync.compress.recipe import Compressor, MemoryTraffic, check_block, check_density
 from gradsync.compress.wrappers import with_feedback
 from gradsync.kernels.block_kernels import MAX_BLOCK, Code, Method
 
@@ -22,7 +22,7 @@ class TopK(BlockCodec):
     """See `topk`."""
 
     name: ClassVar[str] = "topk"
-    traffic = Traffic(12.1, 4.1)
+    traffic = MemoryTraffic(12.1, 4.1)
 
     density: float
     block: int = 1024

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
-from gradsync.compress.rounds import Absent, Bucket, Compute, Gather, Payload, Rounds, Sum, SumInside, Trade
+from gradsync.compress.rounds import Absent, CodedBucket, Compute, Gather, Payload, Rounds, Sum, SumInside, Trade
 from gradsync.exchange.flat import FlatBucket, Form
 from gradsync.exchange.participants import Participants, WithinHosts
 from gradsync.exchange.pinned import Staged
@@ -37,7 +37,7 @@ class Members(Protocol):
     def for_gathering(self, shape: tuple[int, int], device: torch.device) -> torch.Tensor: ...
 
 
-class RoutedBucket(Bucket):
+class RoutedBucket(CodedBucket):
     """A flat bucket, and the ranks with which it goes through its rounds."""
 
     def __init__(self, flat_bucket: FlatBucket, members: Members, sent_from: torch.device) -> None:

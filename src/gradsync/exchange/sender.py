@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from gradsync.compress.param import Param
 from gradsync.compress.recipe import EXACT, Choice
-from gradsync.compress.rounds import Bucket, BucketForm, across, exact
+from gradsync.compress.rounds import BucketForm, CodedBucket, across, exact
 from gradsync.exchange.bucket_route import BucketRoute, RoutedBucket
 from gradsync.exchange.choose_route import ExactSum
 from gradsync.exchange.flat import FlatBucket
@@ -223,7 +223,7 @@ class Sender:
         self._leaders.open()
         bucket = RoutedBucket(flat_bucket, self._leaders, sent_from)
         speaks = self._encodes(flat_bucket.choice)
-        inner: Bucket = bucket if speaks else BucketForm(bucket.params, self._leaders.size)
+        inner: CodedBucket = bucket if speaks else BucketForm(bucket.params, self._leaders.size)
         rounds = across(bucket, codec.rounds(inner), speaks)
         return BucketRoute(flat_bucket, rounds, self._leaders, tally, self._within_hosts)
 

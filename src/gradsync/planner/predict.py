@@ -17,7 +17,7 @@ from gradsync.plan.sync_plan import Plan
 from gradsync.planner.collective import Collectives
 from gradsync.planner.prediction import Prediction, Quality, StepSpan
 from gradsync.planner.profile import Gradient, ModelProfile
-from gradsync.planner.simulation import Compute, SimulatedBucket, end_s, simulate
+from gradsync.planner.simulation import ComputeTimes, SimulatedBucket, end_s, simulate
 from gradsync.planner.stages import Stage, gathers, payload_nbytes, stages
 from gradsync.planner.stragglers import straggler_s
 
@@ -155,7 +155,7 @@ def _simulate_pace(
     if isinstance(pace, EveryStep | Accumulate):
         backward_s = profile.backward_s + copy_s
         stretch = backward_s / profile.backward_s if profile.backward_s else 1.0
-        compute = Compute(profile.input_s + profile.forward_s, backward_s, profile.optimizer_s)
+        compute = ComputeTimes(profile.input_s + profile.forward_s, backward_s, profile.optimizer_s)
         ready = [bucket._replace(ready_s=stretch * bucket.ready_s) for bucket in buckets]
         spans = simulate(compute, ready, header, device.cores, plan.overlap == "backward")
         k = pace.k if isinstance(pace, Accumulate) else 1
@@ -163,10 +163,10 @@ def _simulate_pace(
         return _Period((end_s(spans) + others) / k, (whole + others) / k, 1 / k, n, k, tuple(spans))
     if isinstance(pace, Delayed):
         waiting = [bucket._replace(ready_s=0.0) for bucket in buckets]
-        work = Compute(0.0, profile.compute_s + copy_s, 0.0)
+        work = ComputeTimes(0.0, profile.compute_s + copy_s, 0.0)
         spans = simulate(work, waiting, header, device.cores, overlap=True)
         return _Period(end_s(spans), whole, 1.0, n, pace.k + 1, tuple(spans))
-    alone = simulate(Compute(0.0, 0.0, 0.0), buckets, header, device.cores, overlap=False)
+    alone = simulate(ComputeTimes(0.0, 0.0, 0.0), buckets, header, device.cores, overlap=False)
     if isinstance(pace, LocalSGD | OwnPace):
         k = pace.k if isinstance(pace, LocalSGD) else pace.steps
         return _Period(whole + end_s(alone) / k, whole, 1 / k, n, k, tuple(alone))

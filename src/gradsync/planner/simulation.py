@@ -32,7 +32,7 @@ class SimulatedBucket(NamedTuple):
     stages: Sequence[Stage]
 
 
-class Compute(NamedTuple):
+class ComputeTimes(NamedTuple):
     """What a rank computes around the synchronization, in seconds on its own."""
 
     forward_s: float
@@ -82,7 +82,7 @@ class _Job:
 
 
 def simulate(
-    compute: Compute, buckets: Sequence[SimulatedBucket], header: Stage, cores: float, overlap: bool
+    compute: ComputeTimes, buckets: Sequence[SimulatedBucket], header: Stage, cores: float, overlap: bool
 ) -> list[StepSpan]:
     """The spans of one step; it ends with the last."""
     return _Simulation(compute, buckets, header, cores, overlap).run()
@@ -90,7 +90,7 @@ def simulate(
 
 class _Simulation:
     def __init__(
-        self, compute: Compute, buckets: Sequence[SimulatedBucket], header: Stage, cores: float, overlap: bool
+        self, compute: ComputeTimes, buckets: Sequence[SimulatedBucket], header: Stage, cores: float, overlap: bool
     ) -> None:
         self._compute, self._buckets, self._header = compute, buckets, header
         self._cores, self._overlap = cores, overlap

@@ -10,7 +10,7 @@ from gradsync.cli.plan.figures import show_share
 from gradsync.plan.paces import Accumulate, EveryStep
 from gradsync.planner.losses import measured_loss
 from gradsync.planner.prediction import Prediction
-from gradsync.planner.recommend import SAME
+from gradsync.planner.recommend import SAME, simplest
 from gradsync.planner.snippet import in_words
 from gradsync.units import show_seconds
 
@@ -82,7 +82,7 @@ def _least_lossy(found: Sequence[Prediction]) -> Prediction | None:
     if not isinstance(option.plan.pace, EveryStep) and option.plan.compress is not None:
         exact = [it for it in found if it.plan.compress is None and saving(option, it) <= SAME]
         option = min(exact, key=_lossiness, default=option)
-    return plainest(option, found)
+    return simplest(option, found)
 
 
 def _is_close(prediction: Prediction) -> bool:
