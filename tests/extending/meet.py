@@ -27,12 +27,11 @@ class MeetPace(AfterStep):
 
     @torch.no_grad()
     def _act(self) -> None:
-        flat_part = self._flat_set.flat_parts[0]
-        torch._foreach_copy_(flat_part.views, torch._foreach_div(self._trained.params, self._context.lane.groups.size))
-        finish_mean(
-            self._context, self._flat_set, launch_mean(self._context, self._flat_set, flat_part, clock=self._clock)
-        )
-        torch._foreach_copy_(self._trained.params, flat_part.views)
+        context, params, flat_part = self._context, self._trained.params, self._flat_set.flat_parts[0]
+        torch._foreach_copy_(flat_part.views, torch._foreach_div(params, context.lane.groups.size))
+        under_way = launch_mean(context, self._flat_set, flat_part, clock=self._clock)
+        finish_mean(context, self._flat_set, under_way)
+        torch._foreach_copy_(params, flat_part.views)
 
     def state(self) -> SavedPace:
         return SavedPace({"Meet.clock": torch.tensor(self._clock)}, {})
