@@ -11,30 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from gradsync.compress.rounds import Absent, CodedBucket, Compute, Gather, Payload, Rounds, Sum, SumInside, Trade
 from gradsync.exchange.flat import FlatBucket, Form
-from gradsync.exchange.participants import Participants, WithinHosts
+from gradsync.exchange.participants import Members, Participants, WithinHosts
 from gradsync.exchange.pinned import Staged
 from gradsync.exchange.pipeline import PendingRounds
 from gradsync.trace.tally import CodecTally
 from gradsync.transport.pending import Pending
 
 T = TypeVar("T")
-
-
-class Members(Protocol):
-    """What a bucket's memory depends on; see `Participants`."""
-
-    size: int
-    rank: int
-    in_memory: bool
-
-    def for_sums(self, form: Form) -> torch.Tensor: ...
-    def for_gathering(self, shape: tuple[int, int], device: torch.device) -> torch.Tensor: ...
 
 
 class RoutedBucket(CodedBucket):

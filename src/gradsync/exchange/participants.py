@@ -29,12 +29,22 @@ from gradsync.transport.pending import Collective, Pending
 from gradsync.transport.shared_memory import Team, card_of
 
 
-class Participants(Protocol):
-    """The ranks of a round."""
+class Members(Protocol):
+    """Who they are, and the memory that suits their rounds; every rank of the group asks for it at once."""
 
     size: int
     rank: int  # this one's index among them
     in_memory: bool  # whether gathered data never leaves the host
+
+    def for_sums(self, form: Form) -> torch.Tensor:
+        """Zeros for `sum`."""
+
+    def for_gathering(self, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+        """Rows of bytes for `gather` and `trade`."""
+
+
+class Participants(Members, Protocol):
+    """The ranks of a round."""
 
     def sum(self, flat: torch.Tensor, bucket: int) -> Pending:
         """Start adding up `flat`, in place."""
@@ -50,12 +60,6 @@ class Participants(Protocol):
 
     def trade(self, rows: torch.Tensor, mine: torch.Tensor, bucket: int) -> Pending:
         """Start giving each rank its equal part of `mine`; `rows` are the parts that they give to us."""
-
-    def for_sums(self, form: Form) -> torch.Tensor:
-        """Zeros in the memory that suits `sum`; every rank of the group asks at once."""
-
-    def for_gathering(self, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
-        """Rows of bytes in the memory that suits `gather`; every rank of the group asks at once."""
 
 
 class AllRanks:
