@@ -29,8 +29,7 @@ class MeetPace(AfterStep):
     def _act(self) -> None:
         context, params, flat_part = self._context, self._trained.params, self._flat_set.flat_parts[0]
         torch._foreach_copy_(flat_part.views, torch._foreach_div(params, context.lane.groups.size))
-        under_way = launch_mean(context, self._flat_set, flat_part, clock=self._clock)
-        finish_mean(context, self._flat_set, under_way)
+        finish_mean(context, self._flat_set, launch_mean(context, self._flat_set, flat_part, clock=self._clock))
         torch._foreach_copy_(params, flat_part.views)
 
     def state(self) -> SavedPace:
