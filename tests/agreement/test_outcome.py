@@ -11,7 +11,7 @@ import torch
 
 import gradsync as gs
 from gradsync.agreement.header import Flag, Head, Headers, pack_header
-from gradsync.agreement.outcome import TOO_MANY, HealthLog, Outcome, interrupted, nonfinite, step_verdict
+from gradsync.agreement.outcome import TOO_MANY, HealthLog, Outcome, interrupted, nonfinite, step_outcome
 from gradsync.trace.lines import Health
 
 NAMES = ["0.weight", "0.bias"]
@@ -46,7 +46,7 @@ class Judge:
         lane: Any = SimpleNamespace(groups=groups, step=7, place=lambda: PLACE)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            outcome = step_verdict(lane, self.guard, headers(*heads), NAMES, self.log)
+            outcome = step_outcome(lane, self.guard, headers(*heads), NAMES, self.log)
         self.warned = [str(one.message) for one in caught]
         return outcome
 

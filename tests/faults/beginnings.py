@@ -2,7 +2,7 @@
 
     met │ come │ sight │ set │ wait │ get │ agreed            of `gs.init`: seat │ met │ sight │ forming │ formed
 
-The victim acts when it comes to the named point: before it has met anybody; when its card is there; when all cards
+The victim acts when it comes to the named point: before it has met anybody; when its record is there; when all records
 were there; before and after its address is in the store; with the first address of a peer in hand; when all is
 connected.
 """

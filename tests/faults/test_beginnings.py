@@ -55,7 +55,7 @@ def named(scene: Scene, kind: str = "PeerLost", victim: int = 1) -> list[Event]:
 
 @pytest.mark.parametrize("point", ["sight", "set", "wait", "get", "agreed"])
 def test_a_rank_killed_inside_attach_is_named(begin: Begin, point: str) -> None:
-    """At "sight" the others may have seen its card, but not mapped its page."""
+    """At "sight" the others may have seen its record, but not mapped its page."""
     for error in named(begin("attach", point)):
         assert "died in step 0" in error["text"] or ("ended before all had met" in error["text"] and point == "sight")
 
@@ -71,7 +71,7 @@ def test_the_rank_that_keeps_the_store_is_named(begin: Begin) -> None:
 
 
 def test_who_finds_no_store_names_the_rank_that_keeps_it(begin: Begin) -> None:
-    """Rank 2 comes when rank 0 has been killed and rank 1 has raised: it has not seen a single card."""
+    """Rank 2 comes when rank 0 has been killed and rank 1 has raised: it has not seen a single record."""
     *_, error = named(begin("attach", "come", victim=0, tcp=True, last=2), victim=0)
     assert "the store in which the ranks meet was lost in attach" in error["text"]
 
@@ -109,7 +109,7 @@ def test_a_rank_killed_on_another_host_is_named(begin: Begin) -> None:
 
 
 def test_who_comes_last_does_not_blame_only_those_who_noticed(begin: Begin) -> None:
-    """Rank 0 has raised and ended when rank 2 comes: its card may be there, and rank 1's is."""
+    """Rank 0 has raised and ended when rank 2 comes: its record may be there, and rank 1's is."""
     scene = begin("attach", "come", last=2)
     scene.wait([0, 2], 60)
     for rank in [0, 2]:

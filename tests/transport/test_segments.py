@@ -132,7 +132,7 @@ def test_pages_are_reserved_before_anybody_uses_them() -> None:
 # What is not ours
 
 
-def test_a_forged_card_is_refused() -> None:
+def test_a_forged_record_is_refused() -> None:
     nonce = secrets.token_bytes(16)
     _, fd = segments._reserve(PAGE, 1, nonce)
     pid = os.getpid()
@@ -158,14 +158,14 @@ def test_a_forged_card_is_refused() -> None:
                 os.close(each)
 
 
-def show_a_forged_card() -> str:
+def show_a_forged_record() -> str:
     """Rank 1 brings a descriptor that is not its piece: nobody maps it, all hear of it."""
     with a_lane() as lane:
 
         def exchange(mine: bytes) -> list[bytes]:
-            if lane.groups.rank == 1 and len(mine) == segments._CARD.size:
-                reserved, pid, _, nonce = segments._CARD.unpack(mine)
-                mine = segments._CARD.pack(reserved, pid, 0, nonce)
+            if lane.groups.rank == 1 and len(mine) == segments._RECORD.size:
+                reserved, pid, _, nonce = segments._RECORD.unpack(mine)
+                mine = segments._RECORD.pack(reserved, pid, 0, nonce)
             return lane.exchange(mine)
 
         before = open_segments()
@@ -178,7 +178,7 @@ def show_a_forged_card() -> str:
 
 
 def test_a_piece_that_nobody_can_map_is_told_to_all(run: Callable[..., Any]) -> None:
-    assert run(show_a_forged_card, ranks=3) == ["rank 0 could not map 0.0 MB of every peer's shared memory"] * 3
+    assert run(show_a_forged_record, ranks=3) == ["rank 0 could not map 0.0 MB of every peer's shared memory"] * 3
 
 
 # Not enough

@@ -21,7 +21,7 @@ from gradsync.kernels.library import CODES, Op, OpKind
 from gradsync.kernels.reference import sum_rows
 from gradsync.plan.guard import Guard
 from gradsync.transport.lane import open_lane
-from gradsync.transport.shared_memory import LANE, WORKER, Cards, Job, Team, TeamError
+from gradsync.transport.shared_memory import LANE, WORKER, Job, LabelsDiffer, Team, TeamError
 
 # Bytes: what fits on a board, the least piece of STAGED, a block of DIRECT, the largest piece of STAGED.
 ROW, PIECE, BLOCK, WINDOW = 16 << 10, 64 << 10, 128 << 10, 256 << 10
@@ -67,9 +67,9 @@ def place(team: Team, memory: torch.Tensor, count: int, dtype: torch.dtype, offs
 
 
 def op_of(
-    kind: OpKind, flat: torch.Tensor, bases: Any = None, bounds: Any = None, scale: float = 1.0, card: str = "the same"
+    kind: OpKind, flat: torch.Tensor, bases: Any = None, bounds: Any = None, scale: float = 1.0, label: str = "the same"
 ) -> Op:
-    op = Op(card.encode(), flat.data_ptr(), None, None, flat.numel(), scale, kind, CODES[flat.dtype])
+    op = Op(label.encode(), flat.data_ptr(), None, None, flat.numel(), scale, kind, CODES[flat.dtype])
     if bases is not None:
         op.bases = ctypes.addressof(bases)
     if bounds is not None:
@@ -308,11 +308,11 @@ def small_on_every_stream() -> None:
 
 
 def test_small_sums_have_room_on_the_boards_of_both_streams(run: Callable[..., Any]) -> None:
-    """The lane's boards once had room for cards only: the next operation's card overwrote data still being read."""
+    """The lane's boards once had room for labels only: the next operation's label overwrote data still being read."""
     run(small_on_every_stream, ranks=3)
 
 
-# Cards
+# LabelsDiffer
 
 
 def come_to_different_sums(by: str) -> list[str]:
@@ -322,9 +322,9 @@ def come_to_different_sums(by: str) -> list[str]:
         said = []
         for turn in range(3):
             try:
-                make(team, op_of(OpKind.SMALL, flat, card=f"sum {turn} of rank {team.rank}"))
-            except Cards as error:
-                said += error.cards
+                make(team, op_of(OpKind.SMALL, flat, label=f"sum {turn} of rank {team.rank}"))
+            except LabelsDiffer as error:
+                said += error.labels
             assert flat.tolist() == [1.0] * 10  # nothing was touched
             after = data(team.rank, 5000, seed=turn)
             make(team, op_of(OpKind.STAGED, after))
@@ -333,7 +333,7 @@ def come_to_different_sums(by: str) -> list[str]:
 
 
 @pytest.mark.parametrize("by", ["advance", "worker"])
-def test_different_cards_are_seen_by_every_rank_and_the_next_operation_works(by: str, run: Callable[..., Any]) -> None:
+def test_different_labels_are_seen_by_every_rank_and_the_next_operation_works(by: str, run: Callable[..., Any]) -> None:
     expected = [f"sum {turn} of rank {rank}" for turn in range(3) for rank in range(3)]
     assert run(come_to_different_sums, by, ranks=3) == [expected] * 3
 
@@ -344,21 +344,21 @@ def ask_late_what_differed() -> list[list[str]]:
         flats = [data(team.rank, 100, seed=i) for i in range(6)]
         jobs = []
         for i, flat in enumerate(flats):
-            card = f"job {i} of rank {team.rank}" if i in (0, 2) else "the same"
-            jobs.append(team.submit(op_of(OpKind.SMALL, flat, card=card)))
+            label = f"job {i} of rank {team.rank}" if i in (0, 2) else "the same"
+            jobs.append(team.submit(op_of(OpKind.SMALL, flat, label=label)))
         wait(jobs[-1])
         said = []
         for i in (0, 2):
-            with pytest.raises(Cards) as caught:
+            with pytest.raises(LabelsDiffer) as caught:
                 wait(jobs[i])
-            said.append(caught.value.cards)
+            said.append(caught.value.labels)
         for i in (1, 3, 4, 5):
             wait(jobs[i])
             assert torch.equal(flats[i], truth(100, seed=i))
         return said
 
 
-def test_a_job_keeps_the_cards_that_it_found_different(run: Callable[..., Any]) -> None:
+def test_a_job_keeps_the_labels_that_it_found_different(run: Callable[..., Any]) -> None:
     expected = [[f"job {i} of rank {rank}" for rank in range(3)] for i in (0, 2)]
     assert run(ask_late_what_differed, ranks=3) == [expected] * 3
 

@@ -1,4 +1,4 @@
-"""Whether a step counts: every rank reads the same headers and comes to the same verdict.
+"""Whether a step counts: every rank reads the same headers and comes to the same outcome.
 
 What was found wrong so far: counted for `stats()`, told to whoever listens, and after too many skips reported.
 
@@ -112,10 +112,10 @@ class Outcome(enum.Enum):
     RAISES = enum.auto()  # dropped, and everybody is told by an exception
 
 
-def step_verdict(
+def step_outcome(
     lane: Lane, guard: Guard, headers: Headers, names: list[str], health_log: HealthLog
 ) -> tuple[Outcome, str]:
-    """The verdict, and what an exception has to say.
+    """The outcome, and what an exception has to say.
 
     If the ranks are not in the same step at all, every rank raises `Disagreement`.
     """

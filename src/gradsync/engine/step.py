@@ -39,7 +39,7 @@ from gradsync.agreement.header import (
     check_same_call,
     launch_header,
 )
-from gradsync.agreement.outcome import HealthLog, Outcome, spoiled, step_verdict
+from gradsync.agreement.outcome import HealthLog, Outcome, spoiled, step_outcome
 from gradsync.engine.bucket import Bucket, Entry
 from gradsync.engine.bucket_order import BucketOrder
 from gradsync.engine.listeners import Act, Brought, Listeners
@@ -52,7 +52,7 @@ from gradsync.plan.guard import Guard
 from gradsync.plan.sync_plan import Plan
 from gradsync.transport.heartbeat import Phase
 from gradsync.transport.pending import Pending
-from gradsync.transport.shared_memory import Cards
+from gradsync.transport.shared_memory import LabelsDiffer
 
 
 class Synchronization:
@@ -262,8 +262,8 @@ class Synchronization:
             self._launch_rest()
 
         self._wait(headers)
-        verdict, why = self._judge(headers, acts)
-        self.dropped = verdict is not Outcome.COUNTS
+        outcome, why = self._judge(headers, acts)
+        self.dropped = outcome is not Outcome.COUNTS
         if self.dropped:
             self._drop()
         else:
@@ -271,9 +271,9 @@ class Synchronization:
         if self.buffers.any:
             self.buffers.finish(self.lane)
         self._end(headers)
-        place = self.lane.place() if verdict is Outcome.RAISES else ""
+        place = self.lane.place() if outcome is Outcome.RAISES else ""
         self._session.next_step()
-        if verdict is Outcome.RAISES:
+        if outcome is Outcome.RAISES:
             raise NonFinite(f"{place} {why}; no rank has applied this step")
 
     # Header
@@ -319,12 +319,12 @@ class Synchronization:
                 self.lane.wait(pending)
                 for hear in self.listeners.bucket_came:
                     hear(pending)
-        except Cards as error:
+        except LabelsDiffer as error:
             # The headers know better why: another step, another layout.
             check_headers(headers, self._names, self.lane.groups.ranks)
             self.lane.fail()
             raise Disagreement(
-                f"{self.lane.place()} the ranks of this host came to different sums: {'; '.join(error.cards)}"
+                f"{self.lane.place()} the ranks of this host came to different sums: {'; '.join(error.labels)}"
             ) from None
         order = self.bucket_order
         brought = Brought(self._session.step, self._in_flight, order.buckets, order.schedule, self._held_up_by)
@@ -335,17 +335,17 @@ class Synchronization:
 
     def _judge(self, headers: Headers, acts: list[Act | None]) -> tuple[Outcome, str]:
         """Whether the step counts, and what an exception has to say: alike on all ranks."""
-        verdict, why = step_verdict(self.lane, self._guard, headers, self._names, self.health_log)
+        outcome, why = step_outcome(self.lane, self._guard, headers, self._names, self.health_log)
         for judge in self.listeners.judge:
-            found = judge(headers) if verdict is Outcome.COUNTS else None
+            found = judge(headers) if outcome is Outcome.COUNTS else None
             if found is not None:
-                verdict, why = spoiled(self.lane, self._guard, found, self.health_log)
-        if verdict is Outcome.COUNTS:
+                outcome, why = spoiled(self.lane, self._guard, found, self.health_log)
+        if outcome is Outcome.COUNTS:
             self.health_log.counted()
         for act in acts:
             if act is not None:
                 act()
-        return verdict, why
+        return outcome, why
 
     # Deliver
 

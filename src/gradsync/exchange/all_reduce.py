@@ -18,16 +18,16 @@ from gradsync.compress.param import Param
 from gradsync.compress.recipe import Compressor
 from gradsync.errors import Disagreement, GradSyncError, NotEnoughMemory
 from gradsync.exchange.choose_route import ExactSum, UnfitAlgorithm
-from gradsync.exchange.group_cache import CARD_NBYTES, GroupCache, group_cache
+from gradsync.exchange.group_cache import LABEL_NBYTES, GroupCache, group_cache
 from gradsync.exchange.means import mean_scale
 from gradsync.kernels.library import CODES
 from gradsync.plan.sync_plan import check_algorithm, check_compress
 from gradsync.transport.pending import ByCaller
-from gradsync.transport.shared_memory import PLACE, WORKER, Cards
+from gradsync.transport.shared_memory import PLACE, WORKER, LabelsDiffer
 
 Op = Literal["mean", "sum"]
 
-_TEXT_NBYTES = 40  # of a card: the place comes after it
+_TEXT_NBYTES = 40  # of a label: the place comes after it
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
@@ -57,16 +57,16 @@ def all_reduce(
         check_algorithm(algorithm)
     if compress is not None:
         check_compress(compress)
-    card = _checked_card(tensor.dtype, tensor.shape, op, algorithm, compress, tensor.device.type)
+    label = _checked_label(tensor.dtype, tensor.shape, op, algorithm, compress, tensor.device.type)
     parent = _members_group(group, "all_reduce")
     if parent.size() == 1:
         return tensor
     cache = group_cache(parent)
     with _call(cache, "all_reduce"):
         if compress is None:
-            _reduce(cache, parent, tensor, algorithm, op, card)
+            _reduce(cache, parent, tensor, algorithm, op, label)
         else:
-            _reduce_compressed(cache, parent, tensor, algorithm, compress, op, card)
+            _reduce_compressed(cache, parent, tensor, algorithm, compress, op, label)
     return tensor
 
 
@@ -90,7 +90,7 @@ def shared_empty(
     cache, nbytes = group_cache(parent), math.prod(numbers) * dtype.itemsize
     team = cache.lane.team
     with _call(cache, "shared_empty"):
-        _compare(cache, _card(dtype, numbers, "shared_empty"))
+        _compare(cache, _label(dtype, numbers, "shared_empty"))
         if team is not None:
             try:
                 return team.allocate(nbytes)[:nbytes].view(dtype).view(numbers)
@@ -107,8 +107,8 @@ def _call(cache: GroupCache, what: str) -> Iterator[None]:
         cache.lane.session.next_call(what, "call")
         try:
             yield
-        except Cards as error:
-            raise _disagreement(error.cards, cache, what) from None
+        except LabelsDiffer as error:
+            raise _disagreement(error.labels, cache, what) from None
         except (ValueError, NotEnoughMemory):
             raise  # every rank came to it, before any data moved
         except BaseException as error:
@@ -117,16 +117,21 @@ def _call(cache: GroupCache, what: str) -> Iterator[None]:
 
 
 def _reduce(
-    cache: GroupCache, parent: dist.ProcessGroup, tensor: torch.Tensor, algorithm: Algorithm | None, op: Op, card: bytes
+    cache: GroupCache,
+    parent: dist.ProcessGroup,
+    tensor: torch.Tensor,
+    algorithm: Algorithm | None,
+    op: Op,
+    label: bytes,
 ) -> None:
-    """Which way it goes depends only on what the card says and all ranks share: they must go the same way."""
+    """Which way it goes depends only on what the label says and all ranks share: they must go the same way."""
     lane = cache.lane
     scale = mean_scale(lane.groups.size, op)
     if lane.one_host and tensor.is_cpu and isinstance(algorithm, SharedMemory | None):
         flat = _flat(tensor)
-        _reduce_in_memory(cache, torch.view_as_real(flat) if flat.is_complex() else flat, card, scale)
+        _reduce_in_memory(cache, torch.view_as_real(flat) if flat.is_complex() else flat, label, scale)
     else:
-        alike = _compare(cache, card, tensor)
+        alike = _compare(cache, label, tensor)
         exact = _exact(cache, parent, tensor.device, algorithm)
         flat = _flat(tensor)
         if not alike:
@@ -146,9 +151,9 @@ def _reduce_compressed(
     algorithm: Algorithm | None,
     compress: Compressor,
     op: Op,
-    card: bytes,
+    label: bytes,
 ) -> None:
-    _compare(cache, card, tensor)
+    _compare(cache, label, tensor)
     try:
         compressed = cache.compressed(parent, tensor.device, algorithm, compress)
     except UnfitAlgorithm as error:
@@ -170,43 +175,43 @@ def _exact(cache: GroupCache, parent: dist.ProcessGroup, device: torch.device, a
         raise ValueError(str(error)) from None
 
 
-def _reduce_in_memory(cache: GroupCache, flat: torch.Tensor, card: bytes, scale: float) -> None:
+def _reduce_in_memory(cache: GroupCache, flat: torch.Tensor, label: bytes, scale: float) -> None:
     team = cache.lane.team
     assert team is not None
     try:
-        cache.lane.wait(ByCaller(team, WORKER, team.sum_op(flat, card, scale), "all_reduce"))
-    except Cards as error:
-        # Every rank sees the same cards. If only places differ, all stage.
-        if len({_without_place(text) for text in error.cards}) > 1:
+        cache.lane.wait(ByCaller(team, WORKER, team.sum_op(flat, label, scale), "all_reduce"))
+    except LabelsDiffer as error:
+        # Every rank sees the same labels. If only places differ, all stage.
+        if len({_without_place(text) for text in error.labels}) > 1:
             raise
-        op = team.sum_op(flat, card, scale, in_place=False)
+        op = team.sum_op(flat, label, scale, in_place=False)
         cache.lane.wait(ByCaller(team, WORKER, op, "all_reduce"))
 
 
-def _compare(cache: GroupCache, card: bytes, tensor: torch.Tensor = _NOTHING) -> bool:
-    """Raise `Cards` on every rank unless all brought the same; whether all have it in one place of the shared memory.
+def _compare(cache: GroupCache, label: bytes, tensor: torch.Tensor = _NOTHING) -> bool:
+    """Raise `LabelsDiffer` on every rank unless all brought the same; whether all have it in one place of the shared memory.
 
     On one host a sum in memory does this in one go, and finds out about places itself.
     """
     lane = cache.lane
     if lane.one_host and lane.team is not None:
-        lane.wait(ByCaller(lane.team, WORKER, lane.team.sum_op(_NOTHING, card), "all_reduce"))
+        lane.wait(ByCaller(lane.team, WORKER, lane.team.sum_op(_NOTHING, label), "all_reduce"))
         return True
     found = lane.team.locate(tensor) if lane.team is not None and tensor.is_cpu else None
     place = PLACE + b"%d+%x" % (found[0].number, found[1]) if found is not None else b""
-    rows = lane.exchange((card + place)[:CARD_NBYTES].ljust(CARD_NBYTES), "the comparison of what the ranks brought")
-    cards = [row.decode().rstrip() for row in rows]
-    if len({_without_place(each) for each in cards}) > 1:
-        raise Cards(cards)
-    return len(set(cards)) == 1
+    rows = lane.exchange((label + place)[:LABEL_NBYTES].ljust(LABEL_NBYTES), "the comparison of what the ranks brought")
+    labels = [row.decode().rstrip() for row in rows]
+    if len({_without_place(each) for each in labels}) > 1:
+        raise LabelsDiffer(labels)
+    return len(set(labels)) == 1
 
 
-def _without_place(card: str) -> str:
-    return card.split(PLACE.decode())[0]
+def _without_place(label: str) -> str:
+    return label.split(PLACE.decode())[0]
 
 
 @lru_cache(maxsize=1024)
-def _checked_card(
+def _checked_label(
     dtype: torch.dtype,
     shape: torch.Size,
     op: str,
@@ -225,24 +230,24 @@ def _checked_card(
         raise ValueError(f'the mean of {dtype} is not an integer; use op="sum" or a floating tensor')
     how = "" if algorithm is None else f" {algorithm}"
     if compress is not None:
-        label = compress.choose(Param("", tuple(shape), dtype)).label
-        how += f" {label}~{hashlib.sha256(repr(compress).encode()).hexdigest()[:6]}"
+        codec = compress.choose(Param("", tuple(shape), dtype)).label
+        how += f" {codec}~{hashlib.sha256(repr(compress).encode()).hexdigest()[:6]}"
     where = "" if device_type == "cpu" else f" on {device_type}"
-    return _card(dtype, shape, f"{op}{how}{where}")
+    return _label(dtype, shape, f"{op}{how}{where}")
 
 
-def _card(dtype: torch.dtype, shape: Sequence[int], what: str) -> bytes:
+def _label(dtype: torch.dtype, shape: Sequence[int], what: str) -> bytes:
     text = f"{str(dtype).removeprefix('torch.')}{list(shape)} {what}".encode()
     if len(text) > _TEXT_NBYTES:
         return text[: _TEXT_NBYTES - 9] + b"~" + hashlib.sha256(text).hexdigest()[:8].encode()
     return text
 
 
-def _disagreement(cards: list[str], cache: GroupCache, what: str) -> Disagreement:
+def _disagreement(labels: list[str], cache: GroupCache, what: str) -> Disagreement:
     lane = cache.lane
     members = lane.team.members if lane.one_host and lane.team is not None else range(lane.groups.size)
     ranks = lane.global_ranks(list(members))
-    said = "; ".join(f"rank {rank}: {_without_place(text)}" for rank, text in zip(ranks, cards, strict=True))
+    said = "; ".join(f"rank {rank}: {_without_place(text)}" for rank, text in zip(ranks, labels, strict=True))
     return Disagreement(f"{what} was called with different tensors ({said}); every rank must bring the same")
 
 

@@ -22,7 +22,7 @@ from gradsync.plan.sync_plan import Plan
 from gradsync.transport.groups import group_timeout
 from gradsync.transport.lane import NET_S, Lane, open_lane
 
-CARD_NBYTES = 64
+LABEL_NBYTES = 64
 _MAX_COMPRESSED = 16  # recipes whose buffers are kept for the next call
 
 
@@ -32,7 +32,7 @@ class GroupCache:
     def __init__(self, parent: dist.ProcessGroup) -> None:
         self._timeout = group_timeout(parent)
         self.lane = open_lane(parent, Guard(), self._timeout)
-        self.lane.open_team(CARD_NBYTES)
+        self.lane.open_team(LABEL_NBYTES)
         self.turn = threading.Lock()  # calls of several threads go one after the other
         self._exacts: dict[tuple[torch.device, Algorithm | None], ExactSum] = {}
         self._compressed: dict[tuple[torch.device, Algorithm | None, Compressor], CompressedSum] = {}

@@ -26,7 +26,7 @@ from gradsync.kernels.library import OpKind
 from gradsync.transport.groups import BRIDGE, HOUSE, Channel
 from gradsync.transport.lane import Lane
 from gradsync.transport.pending import Collective, Pending
-from gradsync.transport.shared_memory import Team, card_of
+from gradsync.transport.shared_memory import Team, label_of
 
 
 class Members(Protocol):
@@ -160,7 +160,7 @@ def _trade(lane: Lane, channel: Channel, rows: torch.Tensor, mine: torch.Tensor,
 
 def _gather_in_memory(team: Team, rows: torch.Tensor, step: int, bucket: int) -> None:
     """On the lane's thread: each fetches the others' rows."""
-    share_blocks(team, OpKind.GATHER, rows, _row_bounds(*rows.shape), card_of(rows, step, bucket))
+    share_blocks(team, OpKind.GATHER, rows, _row_bounds(*rows.shape), label_of(rows, step, bucket))
 
 
 @lru_cache(maxsize=256)

@@ -27,7 +27,7 @@ from gradsync.kernels.library import CODES, Op, OpKind
 from gradsync.transport.groups import MESSAGES
 from gradsync.transport.lane import Lane
 from gradsync.transport.pending import ByWorker, LaneTask, OnStream, Pending
-from gradsync.transport.shared_memory import LANE, Team, card_of
+from gradsync.transport.shared_memory import LANE, Team, label_of
 
 _SLICE_S = 1.0
 Bounds = ctypes.Array[ctypes.c_uint64]
@@ -88,22 +88,22 @@ class SharedRoute:
         self._team = team
 
     def launch(self, flat: torch.Tensor, bucket: int) -> Pending:
-        op = self._team.sum_op(flat, card_of(flat, self._lane.today, bucket))
+        op = self._team.sum_op(flat, label_of(flat, self._lane.today, bucket))
         try:
             return self._lane.follow(ByWorker(self._team, op, flat, f"bucket {bucket}", flat.nbytes, bucket))
         except MemoryError as error:
             raise RuntimeError(str(error)) from error
 
     def run(self, flat: torch.Tensor, mark: int) -> None:
-        _advance(self._team, self._team.sum_op(flat, card_of(flat, mark, 0)))
+        _advance(self._team, self._team.sum_op(flat, label_of(flat, mark, 0)))
 
 
-def share_blocks(team: Team, kind: OpKind, flat: torch.Tensor, bounds: Bounds, card: bytes) -> None:
+def share_blocks(team: Team, kind: OpKind, flat: torch.Tensor, bounds: Bounds, label: bytes) -> None:
     """On the lane's thread: what `kind` says, with the blocks between `bounds` of a tensor in the team's memory."""
     found = team.locate(flat)
     assert found is not None
     segment, offset = found
-    op = Op(card=card, count=flat.numel(), dtype=CODES[flat.dtype], scale=1.0, kind=kind)
+    op = Op(label=label, count=flat.numel(), dtype=CODES[flat.dtype], scale=1.0, kind=kind)
     op.bases, op.bounds = ctypes.addressof(segment.bases(offset)), ctypes.addressof(bounds)
     _advance(team, op)
 
@@ -226,4 +226,4 @@ class HierarchicalRoute:
             part.given.copy_(part.inside)
 
     def _in_memory(self, kind: OpKind, flat: torch.Tensor, division: _Division, mark: int) -> None:
-        share_blocks(self._team, kind, flat, division.bounds, card_of(flat, mark, kind))
+        share_blocks(self._team, kind, flat, division.bounds, label_of(flat, mark, kind))

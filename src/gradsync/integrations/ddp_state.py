@@ -54,7 +54,7 @@ from gradsync.plan.sync_plan import Plan
 from gradsync.trace import Recorder
 from gradsync.transport.heartbeat import Phase
 from gradsync.transport.pending import Pending
-from gradsync.transport.shared_memory import Cards
+from gradsync.transport.shared_memory import LabelsDiffer
 
 _CLOSED = "this DDP hook was closed; wrap the model again and register a new one"
 _WINDOW = (
@@ -140,9 +140,9 @@ class DDPState:
             for each in self._buckets:
                 for pending in each.in_flight:
                     self._lane.wait(pending)
-        except Cards as error:
+        except LabelsDiffer as error:
             raise Disagreement(
-                f"{self._lane.place()} the ranks of this host came to different sums: {'; '.join(error.cards)}; "
+                f"{self._lane.place()} the ranks of this host came to different sums: {'; '.join(error.labels)}; "
                 "every rank must run as many backwards as the others"
             ) from None
 

@@ -12,7 +12,7 @@ import torch
 
 NUM_STREAMS = 3
 MAX_RANKS = 256
-CARD_NBYTES = 64
+LABEL_NBYTES = 64
 NUM_SLOTS = 4
 
 # The order is that of `enum dtype` in native/sums.h.
@@ -55,7 +55,7 @@ class Op(ctypes.Structure):
     """One operation: `op_t` in native/team.c."""
 
     _fields_ = (
-        ("card", c_char * CARD_NBYTES),
+        ("label", c_char * LABEL_NBYTES),
         ("data", c_void_p),
         ("bases", c_void_p),
         ("bounds", c_void_p),
@@ -103,8 +103,8 @@ def _declare(library: ctypes.CDLL) -> None:
         ("advance", c_int, c_void_p, c_int, POINTER(Op), c_double),
         ("post", None, c_void_p, c_int, c_void_p, c_uint64),
         ("collect", c_int, c_void_p, c_int, c_void_p, c_uint64, c_double, POINTER(c_int)),
-        ("card", c_void_p, c_void_p, c_int, c_int),
-        ("job_card", c_void_p, c_void_p, c_int),
+        ("label", c_void_p, c_void_p, c_int, c_int),
+        ("job_label", c_void_p, c_void_p, c_int),
         ("submit", c_void_p, c_void_p, POINTER(Op)),
         ("wait", c_int, c_void_p, c_void_p, c_double, POINTER(c_double), POINTER(c_int)),
         ("release", None, c_void_p),

@@ -45,7 +45,7 @@ Record = dict[str, Any]
 
 # How long rank 0, which may hold the store, stays for the others to read why it gives up.
 _FINISH_S = 2.0
-# How much longer the others wait than rank 0, so that its verdict reaches them before their own deadline.
+# How much longer the others wait than rank 0, so that its answer reaches them before their own deadline.
 _GRACE_S = 1.0
 _FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.1
 
@@ -181,15 +181,15 @@ class Rendezvous:
         return [rank for rank in range(1, self._task.world_size) if not store.check([_key(tag, rank)])]
 
     def _read(self, store: Store, tag: str, own: Any = None) -> list[Any] | None:
-        """The others' part: rank 0's verdict; None if it is of an earlier life, without our own record."""
+        """The others' part: rank 0's answer; None if it is of an earlier life, without our own record."""
         rank = self._task.rank
-        verdict = json.loads(store.get(f"{tag}/all"))
-        records: list[Any] = verdict["records"]
+        answer = json.loads(store.get(f"{tag}/all"))
+        records: list[Any] = answer["records"]
         if own is not None and records[rank] != own:
             return None
         store.set(f"{tag}/seen/{rank}", "")
-        if verdict["absent"]:
-            raise self._absent(verdict["absent"])
+        if answer["absent"]:
+            raise self._absent(answer["absent"])
         return records
 
     def _await_seen(self, store: Store, tag: str, absent: list[int] | None = None) -> None:

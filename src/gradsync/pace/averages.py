@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from gradsync.agreement.header import NO_REPLICA_DIGEST, Call, Flag, Head, Headers, Mark, check_same_call, launch_header
-from gradsync.agreement.outcome import Found, Outcome, spoiled, step_verdict
+from gradsync.agreement.outcome import Found, Outcome, spoiled, step_outcome
 from gradsync.errors import Disagreement, NonFinite, listed
 from gradsync.exchange.flat_sets import FlatPart, FlatSet
 from gradsync.pace.contract import PaceContext, State
@@ -161,15 +161,15 @@ class Average:
         self.after_drift_check = context.drift_check.hear(headers, context.lane)
         self.used = headers.any(Mark.USED)
         names = [name for name, _ in context.parameters]
-        verdict, self.found = step_verdict(context.lane, context.guard, headers, names, context.health_log)
+        outcome, self.found = step_outcome(context.lane, context.guard, headers, names, context.health_log)
         at = next((head.nonfinite for head in headers.heads if head.nonfinite >= 0), -1)
-        if verdict is Outcome.COUNTS and (at := _overflow(pending_mean.flat_part, context)) >= 0:
+        if outcome is Outcome.COUNTS and (at := _overflow(pending_mean.flat_part, context)) >= 0:
             overflow = f"compression made NaN or Inf of the average gradient of {names[at]}"
             found = Found(overflow, [], names[at], None)
-            verdict, self.found = spoiled(context.lane, context.guard, found, context.health_log)
-        if verdict is Outcome.COUNTS:
+            outcome, self.found = spoiled(context.lane, context.guard, found, context.health_log)
+        if outcome is Outcome.COUNTS:
             context.health_log.counted()
-        self._outcome = {Outcome.COUNTS: _COUNTS, Outcome.DROPPED: _DROPPED, Outcome.RAISES: at}[verdict]
+        self._outcome = {Outcome.COUNTS: _COUNTS, Outcome.DROPPED: _DROPPED, Outcome.RAISES: at}[outcome]
 
     def move_out_of(self, flat_part: FlatPart, context: PaceContext) -> None:
         """Make room, if it lies in this flat part: so many wait only after a run with a smaller k took them over."""

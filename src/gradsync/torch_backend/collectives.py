@@ -31,7 +31,7 @@ from gradsync.exchange.means import mean_scale
 from gradsync.kernels.library import CODES, Op
 from gradsync.transport.lane import Lane
 from gradsync.transport.pending import ByCaller, ByWorker, Pending
-from gradsync.transport.shared_memory import WORKER, Cards, Pointers, Team
+from gradsync.transport.shared_memory import WORKER, LabelsDiffer, Pointers, Team
 
 ReduceOp = Any  # torch's, whose fields its stubs do not declare
 
@@ -190,9 +190,9 @@ class TeamQueue:
             else:
                 with self._peer_lock:
                     self.lane.wait(pending, timeout)
-        except Cards as error:
+        except LabelsDiffer as error:
             pending.refuse()
-            raise self._disagreement(operation.what, error.cards) from None
+            raise self._disagreement(operation.what, error.labels) from None
         except BaseException as error:
             self.lane.give_up(error)  # Ctrl-C, say: nobody may go on from the middle of it
             raise
@@ -213,7 +213,7 @@ class TeamQueue:
             ByWorker(self.team, operation.op, operation.keeps, operation.what, operation.nbytes, -1)
         )
 
-    def _disagreement(self, what: str, cards: list[str]) -> Disagreement:
+    def _disagreement(self, what: str, labels: list[str]) -> Disagreement:
         ranks = self.lane.global_ranks(list(self.team.members))
-        said = "; ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, cards, strict=True))
+        said = "; ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, labels, strict=True))
         return Disagreement(f"{what} was called with different tensors ({said}); every rank must bring the same")

@@ -4,7 +4,7 @@ Gloo's constructor waits in C: for the addresses of the others in the store, for
 each of them to connect, for up to 30 s of its own. It looks after nobody there, and Ctrl-C is not heard; a call
 to a store whose host is stopped does not return at all. So none of this is done by the thread that trains.
 
-    attempt   ├─ cards ─┼─ addresses ─┼─ connections ─┤      in a thread: store calls and constructors
+    attempt   ├─ records ─┼─ addresses ─┼─ connections ─┤      in a thread: store calls and constructors
     caller    ├─ slice ─┼─ slice ─┼─ slice ─┼─ …             as any wait, see [Waiting] in `waiting`
 
 Note [Ending a constructor]

@@ -1,9 +1,9 @@
 """How the ranks of a group find each other: by page where they share a host, else through the store.
 
-    set card  ─  see every card: map its page, or hear of it by the store  ─  set whom I see  ─  see every row
+    set record  ─  see every record: map its page, or hear of it by the store  ─  set whom I see  ─  see every row
 
 Only the store is used, and nothing waits in it: so the first connection of the group is made when everybody's death
-can be seen already. A rank of this host is looked after from the moment its card is here.
+can be seen already. A rank of this host is looked after from the moment its record is here.
 
 Which host this process is on, as the user declared it or as the kernel tells.
 """
@@ -57,8 +57,8 @@ def kernel_identity() -> str:
         return f"name:{socket.gethostname()}"
 
 
-_CARD = struct.Struct("<32s32sqq16s")  # host, kernel, pid, fd, nonce
-_CARDS, _SIGHTS, _BEATS = "card", "view", "beat"
+_RECORD = struct.Struct("<32s32sqq16s")  # host, kernel, pid, fd, nonce
+_RECORDS, _SIGHTS, _BEATS = "record", "view", "beat"
 
 
 class GroupMeeting:
@@ -83,7 +83,7 @@ class GroupMeeting:
                 self._hold(store, attempt, AwakeClock(patience))
             except BaseException:
                 if self.absent:
-                    store.delete_key(_key(_CARDS, groups.rank))
+                    store.delete_key(_key(_RECORDS, groups.rank))
                     give_prefix_back(meeting_place, ranks, rank)
                 raise
         except GradSyncError:
@@ -107,15 +107,15 @@ class GroupMeeting:
     def _hold(self, store: Store, attempt: Attempt[Any], bound: AwakeClock) -> None:
         groups = self._groups
         host, kernel = (sha256(identity().encode()).digest() for identity in (host_identity, kernel_identity))
-        mine = _CARD.pack(host, kernel, os.getpid(), self._heartbeat.fd, self._heartbeat.nonce)
-        # Before the card: who has seen that reads the other, and must not wait for it.
+        mine = _RECORD.pack(host, kernel, os.getpid(), self._heartbeat.fd, self._heartbeat.nonce)
+        # Before the record: who has seen that reads the other, and must not wait for it.
         store.set(_key(_BEATS, groups.rank), encode(self._own()))  # type: ignore[arg-type]  # bytes are taken as they are
-        store.set(_key(_CARDS, groups.rank), mine)  # type: ignore[arg-type]
-        cards, gone = {groups.rank: mine}, []
+        store.set(_key(_RECORDS, groups.rank), mine)  # type: ignore[arg-type]
+        records, gone = {groups.rank: mine}, []
 
-        def see(rank: int, card: bytes) -> None:
-            cards[rank] = card
-            their_host, their_kernel, pid, fd, nonce = _CARD.unpack(card)
+        def see(rank: int, record: bytes) -> None:
+            records[rank] = record
+            their_host, their_kernel, pid, fd, nonce = _RECORD.unpack(record)
             local = LocalPeer.find(pid, fd, nonce) if their_host == host else None
             if local is not None:
                 self.peers = dict(sorted({**self.peers, rank: local}.items()))
@@ -124,16 +124,18 @@ class GroupMeeting:
                 gone.append(groups.ranks[rank])
 
         def check() -> None:
-            if gone:  # all whose cards are there: who noticed the first has ended too by the time another comes
+            if gone:  # all whose records are there: who noticed the first has ended too by the time another comes
                 raise self._ended(gone)
 
-        self._take(store, _CARDS, attempt, bound, see, check)
+        self._take(store, _RECORDS, attempt, bound, see, check)
         remote = [rank for rank in range(groups.size) if rank != groups.rank and rank not in self.peers]
         if remote:
             self._write_home(store, remote)
-        self._compare_sights(store, attempt, bound, cards)
+        self._compare_sights(store, attempt, bound, records)
 
-    def _compare_sights(self, store: Store, attempt: Attempt[Any], bound: AwakeClock, cards: dict[int, bytes]) -> None:
+    def _compare_sights(
+        self, store: Store, attempt: Attempt[Any], bound: AwakeClock, records: dict[int, bytes]
+    ) -> None:
         """PeerView may be one-sided: who is out of view for anybody must write to the store.
 
         This also keeps every page open until everybody has looked.
@@ -150,7 +152,7 @@ class GroupMeeting:
 
         self._take(store, _SIGHTS, attempt, bound, see)
         order = range(groups.size)
-        self.hosts = _hosts([_CARD.unpack(cards[rank])[0] for rank in order], [rows[rank] for rank in order])
+        self.hosts = _hosts([_RECORD.unpack(records[rank])[0] for rank in order], [rows[rank] for rank in order])
 
     def _write_home(self, store: Store, remote: Sequence[int]) -> None:
         """Begin to beat through the store, and to hear these."""
@@ -177,7 +179,7 @@ class GroupMeeting:
                 see(rank, bytes(value))
             check()
             missing = [rank for rank in missing if rank not in here]
-            if kind == _CARDS:
+            if kind == _RECORDS:
                 self.absent = missing
             if missing:
                 self._check(missing, kind, bound)

@@ -4,7 +4,7 @@
     ByWorker    an operation in shared memory, a sum say, by the team's worker
     ByCaller    an operation in shared memory, done by whoever waits for it
     BoardMessage  a message from each to all on the team's boards
-    Promise     what a thread of ours will finish: a bucket's whole journey, say
+    Promise     what a thread of ours will finish: a bucket's rounds, say
     LaneTask      a Python function on the lane's thread
     OnStream    messages between GPUs, on a stream of their own
 

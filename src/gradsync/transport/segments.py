@@ -25,7 +25,7 @@ from gradsync.errors import NotEnoughMemory
 from gradsync.transport import cgroups
 
 _NONCE_NBYTES = 16
-_CARD = struct.Struct("<?qq16s")  # reserved, pid, fd, nonce
+_RECORD = struct.Struct("<?qq16s")  # reserved, pid, fd, nonce
 _PAGE_NBYTES = mmap.PAGESIZE
 _MARGIN_NBYTES = 64 << 20  # left to everybody else
 
@@ -102,17 +102,17 @@ def allocate(
     nonce = secrets.token_bytes(_NONCE_NBYTES)
     shortage, fd = _reserve(nbytes, len(members), nonce)
     try:
-        cards = [_CARD.unpack(card) for card in exchange(_CARD.pack(not shortage, os.getpid(), fd, nonce))]
+        records = [_RECORD.unpack(record) for record in exchange(_RECORD.pack(not shortage, os.getpid(), fd, nonce))]
         mappings = None
-        if all(reserved for reserved, *_ in cards):
-            mappings = _map_all([cards[member] for member in members], nbytes)
+        if all(reserved for reserved, *_ in records):
+            mappings = _map_all([records[member] for member in members], nbytes)
         # Also keeps every piece open until everybody has looked.
         mapped = [bool(flag[0]) for flag in exchange(bytes([mappings is not None]))]
     finally:
         if fd >= 0:
             os.close(fd)
     if mappings is None or not all(mapped):
-        raise NotEnoughMemory(shortage or _elsewhere(cards, mapped, nbytes))
+        raise NotEnoughMemory(shortage or _elsewhere(records, mapped, nbytes))
     views = [mapping.view() for mapping in mappings]
     local_rank = members.index(index)
     segment = Segment(views, local_rank, number)
@@ -139,9 +139,9 @@ def _reserve(nbytes: int, num_ranks: int, nonce: bytes) -> tuple[str, int]:
     return "", fd
 
 
-def _map_all(cards: list[tuple[bool, int, int, bytes]], nbytes: int) -> list[_Mapping] | None:
+def _map_all(records: list[tuple[bool, int, int, bytes]], nbytes: int) -> list[_Mapping] | None:
     mappings = []
-    for _, pid, fd, nonce in cards:
+    for _, pid, fd, nonce in records:
         mapping = _map(pid, fd, nonce, nbytes)
         if mapping is None:
             return None
@@ -164,8 +164,8 @@ def _map(pid: int, fd: int, nonce: bytes, nbytes: int) -> _Mapping | None:
         os.close(mine)
 
 
-def _elsewhere(cards: list[tuple[bool, int, int, bytes]], mapped: list[bool], nbytes: int) -> str:
-    lacking = [rank for rank, card in enumerate(cards) if not card[0]]
+def _elsewhere(records: list[tuple[bool, int, int, bytes]], mapped: list[bool], nbytes: int) -> str:
+    lacking = [rank for rank, record in enumerate(records) if not record[0]]
     if lacking:
         return (
             f"gradsync needs {_megabytes(nbytes)} of shared memory on every rank, but rank {lacking[0]} has not got it"

@@ -18,13 +18,13 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from gradsync.kernels.library import CARD_NBYTES, CODES, NUM_SLOTS, NUM_STREAMS, Op, OpKind, Progress, load
+from gradsync.kernels.library import CODES, LABEL_NBYTES, NUM_SLOTS, NUM_STREAMS, Op, OpKind, Progress, load
 from gradsync.transport.segments import Exchange, Segment, allocate
 
 BOARD, WORKER, LANE = range(NUM_STREAMS)
 Pointers = ctypes.Array[ctypes.c_void_p]  # one for each rank
 
-PLACE = b" @ "  # what stands before the place on a card
+PLACE = b" @ "  # what stands before the place on a label
 
 _ROW_NBYTES = 16 << 10  # data up to this size travels on the boards, in one go
 _PIECE_NBYTES = 1 << 20  # the most that goes through a window at once: fewer waits for each other
@@ -36,17 +36,17 @@ class TeamError(RuntimeError):
     """An operation of the team failed: somebody died, or it was given up."""
 
 
-def card_of(flat: torch.Tensor, step: int, bucket: int) -> bytes:
+def label_of(flat: torch.Tensor, step: int, bucket: int) -> bytes:
     """What ranks compare before they touch anything."""
     return f"bucket {bucket} step {step % 10**6}: {flat.numel()} {str(flat.dtype).removeprefix('torch.')}".encode()
 
 
-class Cards(Exception):
-    """The ranks came to different operations; each one's card, by local rank."""
+class LabelsDiffer(Exception):
+    """The ranks came to different operations; each one's label, by local rank."""
 
-    def __init__(self, cards: list[str]) -> None:
-        super().__init__(str(cards))
-        self.cards = cards
+    def __init__(self, labels: list[str]) -> None:
+        super().__init__(str(labels))
+        self.labels = labels
 
 
 class Team:
@@ -66,7 +66,7 @@ class Team:
         self._board_nbytes = board_nbytes
         self._num_segments = 0
         self._segments: weakref.WeakValueDictionary[int, Segment] = weakref.WeakValueDictionary()
-        rows = _numbers(board_nbytes, CARD_NBYTES + _ROW_NBYTES, CARD_NBYTES + _ROW_NBYTES)
+        rows = _numbers(board_nbytes, LABEL_NBYTES + _ROW_NBYTES, LABEL_NBYTES + _ROW_NBYTES)
         # In SHED every rank has a line of it at least.
         piece = max(4096, 64 * self.size, min(_PIECE_NBYTES, _WINDOWS_NBYTES // (NUM_SLOTS * self.size)))
         windows = _numbers(0, piece, piece)
@@ -100,36 +100,36 @@ class Team:
 
     # Sums
 
-    def sum_op(self, flat: torch.Tensor, card: bytes, scale: float = 1.0, in_place: bool = True) -> Op:
+    def sum_op(self, flat: torch.Tensor, label: bytes, scale: float = 1.0, in_place: bool = True) -> Op:
         """The operation that adds up `flat` over the team, in the way that suits its size and place.
 
-        `in_place`: where it lies in the team's memory, reduce it there. Ranks must do the same, so the card
+        `in_place`: where it lies in the team's memory, reduce it there. Ranks must do the same, so the label
         then names the place.
         """
         count = flat.numel()
-        op = Op(card, flat.data_ptr(), None, None, count, scale, OpKind.STAGED, CODES[flat.dtype])
+        op = Op(label, flat.data_ptr(), None, None, count, scale, OpKind.STAGED, CODES[flat.dtype])
         if count * flat.element_size() <= _ROW_NBYTES:
             op.kind = OpKind.SMALL
         elif in_place and (found := self.locate(flat)) is not None:
             segment, offset = found
             op.kind, op.bases = OpKind.DIRECT, ctypes.addressof(segment.bases(offset))
-            op.card = (card + b"%s%d+%x" % (PLACE, segment.number, offset))[:CARD_NBYTES]
+            op.label = (label + b"%s%d+%x" % (PLACE, segment.number, offset))[:LABEL_NBYTES]
         return op
 
     # What is not the same on all: parts for each rank, through the windows
 
-    def shed_op(self, mine: torch.Tensor, parts: Pointers, card: bytes, scale: float = 1.0) -> Op:
+    def shed_op(self, mine: torch.Tensor, parts: Pointers, label: bytes, scale: float = 1.0) -> Op:
         """`mine` becomes the sum of what all have for this rank; `parts`: where this rank has what each is to get.
 
         Of that the caller keeps `parts` and the memory behind it until the operation is done.
         """
         pointer, code = ctypes.addressof(parts), CODES[mine.dtype]
-        return Op(card, mine.data_ptr(), pointer, None, mine.numel(), scale, OpKind.SHED, code)
+        return Op(label, mine.data_ptr(), pointer, None, mine.numel(), scale, OpKind.SHED, code)
 
-    def share_op(self, mine: torch.Tensor, parts: Pointers, card: bytes) -> Op:
+    def share_op(self, mine: torch.Tensor, parts: Pointers, label: bytes) -> Op:
         """All get `mine`; `parts`: where what each brings goes. Bytes, of any dtype."""
         pointer, code = ctypes.addressof(parts), CODES[torch.int8]
-        return Op(card, mine.data_ptr(), pointer, None, mine.nbytes, 1.0, OpKind.SHARE, code)
+        return Op(label, mine.data_ptr(), pointer, None, mine.nbytes, 1.0, OpKind.SHARE, code)
 
     # At work
 
@@ -137,7 +137,7 @@ class Team:
         """Go on with an operation in this thread, for at most about `slice_s`; whether it is done."""
         result = self._library.gradsync_advance(self._team, stream, op, slice_s)
         if result == Progress.MISMATCH:
-            raise _cards(self._library.gradsync_card(self._team, stream, rank) for rank in range(self.size))
+            raise _labels(self._library.gradsync_label(self._team, stream, rank) for rank in range(self.size))
         return result == Progress.DONE or self._judge(result, op.culprit)
 
     def submit(self, op: Op) -> Job:
@@ -214,16 +214,16 @@ class Job:
             return False
         self.finished_at = finished_at.value
         if result == Progress.MISMATCH:  # the worker may be further by now: the job has kept them
-            raise _cards(library.gradsync_job_card(self._handle, rank) for rank in range(self._team.size))
+            raise _labels(library.gradsync_job_label(self._handle, rank) for rank in range(self._team.size))
         return result == Progress.DONE or self._team._judge(result, culprit.value)
 
     def __del__(self) -> None:
         self._team._library.gradsync_release(self._handle)
 
 
-def _cards(pointers: Iterable[int]) -> Cards:
-    texts = [ctypes.string_at(pointer, CARD_NBYTES) for pointer in pointers]
-    return Cards([text.rstrip(b"\0").decode(errors="replace") for text in texts])
+def _labels(pointers: Iterable[int]) -> LabelsDiffer:
+    texts = [ctypes.string_at(pointer, LABEL_NBYTES) for pointer in pointers]
+    return LabelsDiffer([text.rstrip(b"\0").decode(errors="replace") for text in texts])
 
 
 def _numbers(*values: int) -> ctypes.Array[ctypes.c_uint64]:

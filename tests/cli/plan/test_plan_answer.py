@@ -14,7 +14,7 @@ from rich.console import Console
 import gradsync as gs
 from gradsync.cli.plan.answer import Answer, answer, trains_the_same
 from gradsync.cli.plan.candidate_rows import groups, left_out, table
-from gradsync.cli.plan.one_line import offers, verdict
+from gradsync.cli.plan.one_line import in_one_line, offers
 from gradsync.cli.plan.sweep import Axis, sweep
 from gradsync.cli.plan.text import assumptions, sweep_table
 from gradsync.cli.plan.thresholds import changes, find_thresholds, least
@@ -40,16 +40,18 @@ def fast() -> Answer:
 
 def test_a_fast_link_needs_no_gradsync(fast: Answer) -> None:
     assert not fast.needed
-    assert verdict(fast).startswith("You do not need gradsync for speed here: exact averaging overlapped with backward")
+    assert in_one_line(fast).startswith(
+        "You do not need gradsync for speed here: exact averaging overlapped with backward"
+    )
     assert fast.chosen.plan == gs.Plan()
 
 
 def test_a_slow_link_is_answered_in_sixteen_bits_first(slow: Answer) -> None:
     assert slow.needed
     assert slow.chosen.quality == "16-bit"
-    assert "bf16" in verdict(slow)
+    assert "bf16" in in_one_line(slow)
     assert offers(slow)
-    assert "but is lossy" in verdict(slow)
+    assert "but is lossy" in in_one_line(slow)
 
 
 def test_what_trains_differently_never_stands_before_the_best_of_the_same_training(slow: Answer) -> None:
@@ -70,7 +72,7 @@ def test_what_the_user_allows_may_be_chosen() -> None:
 
 def test_one_rank_has_nothing_to_plan() -> None:
     alone = answer(tiny_profile(), wired(10e6, hosts=1))
-    assert "nothing to plan" in verdict(alone)
+    assert "nothing to plan" in in_one_line(alone)
     assert changes(alone, find_thresholds(alone)) == []
 
 
@@ -84,7 +86,7 @@ def test_where_ddp_is_faster_it_says_so(fast: Answer) -> None:
     stock = replace(fast.ddp, step_s=0.35, exposed_s=0.04)
     slower = replace(fast, candidates=(costs,), chosen=costs, usual=costs, ddp=stock)
     assert not slower.needed
-    told = verdict(slower)
+    told = in_one_line(slower)
     assert told.startswith("You do not need gradsync for speed here: with stock DDP a step takes 350 ms (11 %), with ")
     assert told.endswith("with gradsync 400 ms (22 %).")
 
@@ -96,7 +98,7 @@ def test_a_lossy_choice_does_not_make_gradsync_needed(fast: Answer) -> None:
     same = tuple(replace(it, step_s=0.323, exposed_s=0.013) for it in fast.same)
     chosen = replace(fast, candidates=(quick, *same), chosen=quick, usual=same[0], ddp=stock)
     assert not chosen.needed
-    assert "is lossy" in verdict(chosen)
+    assert "is lossy" in in_one_line(chosen)
 
 
 def test_an_offer_changes_as_little_as_it_must(slow: Answer) -> None:
@@ -112,7 +114,7 @@ def test_an_offer_changes_as_little_as_it_must(slow: Answer) -> None:
 
 def test_a_step_that_only_waits_is_told_in_seconds() -> None:
     waits = answer(tiny_profile(), wired(2e3))
-    assert "nearly all of it synchronization; bf16 brings it to" in verdict(waits)
+    assert "nearly all of it synchronization; bf16 brings it to" in in_one_line(waits)
     assert changes(waits, find_thresholds(waits))[-1].startswith("No batch up to 10,000 times this one brings")
 
 
@@ -144,7 +146,7 @@ def crawling(allow: Any = None) -> Answer:
 
 def test_the_headline_says_seconds_and_names_what_mends_it() -> None:
     slow = crawling()
-    told = verdict(slow)
+    told = in_one_line(slow)
     assert told.startswith(f"With DDP a step will take {show_seconds(slow.ddp.step_s)}, nearly all of it sync")
     assert f"bf16 brings it to {show_seconds(slow.chosen.step_s)}" in told
     gentle, bold = offers(slow)

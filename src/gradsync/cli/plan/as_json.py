@@ -6,7 +6,7 @@ from typing import Any
 
 from gradsync.cli.plan.answer import Answer
 from gradsync.cli.plan.device_memory import shortage
-from gradsync.cli.plan.one_line import verdict
+from gradsync.cli.plan.one_line import in_one_line
 from gradsync.cli.plan.text import assumptions
 from gradsync.cli.plan.thresholds import Thresholds, changes
 from gradsync.cluster import Cluster, Link
@@ -26,7 +26,7 @@ def as_json(answer: Answer, found: Thresholds) -> dict[str, Any]:
         "cluster": _cluster(answer.cluster),
         "profile": _profile(answer.profile),
         "answer": {
-            "sentence": verdict(answer),
+            "sentence": in_one_line(answer),
             "needed": answer.needed,
             "plan": answer.chosen.plan.canonical(),
             "python": as_python(answer.chosen.plan),

@@ -14,7 +14,7 @@ from gradsync import files, units
 from gradsync.cli.plan import as_json, check_run
 from gradsync.cli.plan.answer import Answer, answer
 from gradsync.cli.plan.candidate_rows import footnote, left_out, table
-from gradsync.cli.plan.one_line import verdict
+from gradsync.cli.plan.one_line import in_one_line
 from gradsync.cli.plan.plan_inputs import as_bad_input, read_inputs, write
 from gradsync.cli.plan.plan_page import page
 from gradsync.cli.plan.saved_run import read_run
@@ -126,7 +126,7 @@ def _tell(
     answered: Answer, found: Thresholds, swept: Sequence[tuple[Axis, list[SweepPoint]]], out: Path | None
 ) -> None:
     console = wide_console()
-    console.print(verdict(answered), style="bold", markup=False)
+    console.print(in_one_line(answered), style="bold", markup=False)
     console.print(calibration(answered), style="" if answered.cluster.calibrated else "yellow")
     console.print()
     for sentence in assumptions(answered):

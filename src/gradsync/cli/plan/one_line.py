@@ -20,7 +20,7 @@ _ABOUT = 1.5  # times as long as the fastest: not worth a harsher plan
 _UNKNOWN = 1e3  # a loss that nobody has measured is reckoned higher than any that was
 
 
-def verdict(answer: Answer) -> str:
+def in_one_line(answer: Answer) -> str:
     """What synchronization costs, what to do about it, and what one could do beyond that."""
     told = _on_speed(answer)
     if not (short := shortage(answer.profile, answer.cluster)):

@@ -12,7 +12,7 @@ from gradsync.cli.plan.answer import Answer, saving
 from gradsync.cli.plan.candidate_rows import footnote, groups
 from gradsync.cli.plan.chart import ChartMark, Line, draw_chart
 from gradsync.cli.plan.figures import show_interval, show_ms, show_saving, show_share
-from gradsync.cli.plan.one_line import verdict
+from gradsync.cli.plan.one_line import in_one_line
 from gradsync.cli.plan.step_picture import draw_timeline
 from gradsync.cli.plan.sweep import Axis, SweepPoint
 from gradsync.cli.plan.text import EXTRAPOLATION, assumptions, calibration, show_value
@@ -52,7 +52,7 @@ def page(answer: Answer, changes: Sequence[str], swept: Sequence[Swept], plan_to
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>gradsync plan: {escape(answer.cluster.name or 'cluster')}</title>",
         f"<style>{_STYLE}</style></head><body>",
-        f"<h1>{escape(verdict(answer))}</h1>",
+        f"<h1>{escape(in_one_line(answer))}</h1>",
         f'<p class="pale">{escape(calibration(answer))}</p>',
         *_paragraphs(assumptions(answer)),
         *_timelines(answer),

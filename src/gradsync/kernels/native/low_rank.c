@@ -1,4 +1,4 @@
-/* PowerSGD's passes over one matrix, each in one pass over memory: see kernels/low_rank.py, and low_rank_body.h for the
+/* PowerSGD's passes over one matrix, each in one pass over memory: see kernels/powersgd_kernels.py, and low_rank_body.h for the
  * loops.
  *
  *     project        residual += grad;  p = residual · q

@@ -4,9 +4,9 @@
  * board (what it says about an operation, and small data) and its window (pieces of larger data on their way).
  * Operations of one stream run one after the other, in the same order on every rank; the k-th looks like this:
  *
- *     each rank    board[k % 2] = card, and the data if it is small
+ *     each rank    board[k % 2] = label, and the data if it is small
  *                  posted += 1                     ── all wait for posted = n·k ──
- *                  the cards differ? every rank sees it, and nothing is touched
+ *                  the labels differ? every rank sees it, and nothing is touched
  *     SMALL        each adds up all boards
  *     DIRECT       the data lies in segments that all have mapped: blocks are taken, one's own part first and then
  *                  whatever is left, added in registers and written to all
@@ -32,7 +32,7 @@
 
 #define NUM_STREAMS 3
 #define NUM_SLOTS 4    /* pieces of a window that may be under way: see staged() */
-#define CARD_NBYTES 64 /* what ranks compare before they touch anything */
+#define LABEL_NBYTES 64 /* what ranks compare before they touch anything */
 #define BLOCK_NBYTES (128u << 10)
 #define LEAST_PIECE_NBYTES (64u << 10)
 #define LINE 64
@@ -51,7 +51,7 @@ typedef struct {
 
 /* One operation: what is asked for, then how far it is. Mirrored in library.py. */
 typedef struct {
-    char card[CARD_NBYTES];
+    char label[LABEL_NBYTES];
     void *data;               /* this rank's elements; SHED: where its sum goes */
     void *const *bases;       /* DIRECT, SCATTER, GATHER: where each rank's elements are
                                  SHED, SHARE: here, what each rank is to get; where what it brings goes */
@@ -79,7 +79,7 @@ typedef struct job {
     _Atomic int holders;
     word_t done;
     struct job *next;
-    char cards[]; /* after a mismatch: what each rank brought */
+    char labels[]; /* after a mismatch: what each rank brought */
 } job_t;
 
 typedef struct {
@@ -147,11 +147,11 @@ static char *board(stream_t *stream, int rank, uint32_t number) {
 
 /* Arrival: everything begins with it. */
 
-static void post(team_t *team, stream_t *stream, const void *card, uint64_t card_nbytes, const void *data,
+static void post(team_t *team, stream_t *stream, const void *label, uint64_t label_nbytes, const void *data,
                  uint64_t nbytes) {
     char *mine = board(stream, team->rank, ++stream->number);
-    memcpy(mine, card, card_nbytes);
-    if (nbytes) memcpy(mine + card_nbytes, data, nbytes);
+    memcpy(mine, label, label_nbytes);
+    if (nbytes) memcpy(mine + label_nbytes, data, nbytes);
     count_up(&stream->counters->posted, 1, stream->number * (uint32_t)team->size);
 }
 
@@ -168,9 +168,9 @@ static int arrive(team_t *team, stream_t *stream, watch_t *watch) {
     return result;
 }
 
-static int same_cards(team_t *team, stream_t *stream) {
+static int same_labels(team_t *team, stream_t *stream) {
     for (int r = 1; r < team->size; r++)
-        if (memcmp(board(stream, 0, stream->number), board(stream, r, stream->number), CARD_NBYTES)) return 0;
+        if (memcmp(board(stream, 0, stream->number), board(stream, r, stream->number), LABEL_NBYTES)) return 0;
     return 1;
 }
 
@@ -188,7 +188,7 @@ static void sum_range(void *const *bases, int num_in, void *const *outs, int num
 
 static void small(team_t *team, stream_t *stream, op_t *op) {
     void *rows[MAX_RANKS];
-    for (int r = 0; r < team->size; r++) rows[r] = board(stream, r, stream->number) + CARD_NBYTES;
+    for (int r = 0; r < team->size; r++) rows[r] = board(stream, r, stream->number) + LABEL_NBYTES;
     sum_range(rows, team->size, &op->data, 1, op, 0, op->count);
 }
 
@@ -394,12 +394,12 @@ static int advance(team_t *team, stream_t *stream, op_t *op, watch_t *watch) {
         /* Who gave up has not left its last operation: its boards may still be read. */
         if (atomic_load(&team->aborted)) return ABORTED;
         uint64_t nbytes = op->kind == SMALL ? op->count * item_nbytes(op->dtype) : 0;
-        post(team, stream, op->card, CARD_NBYTES, op->data, nbytes);
+        post(team, stream, op->label, LABEL_NBYTES, op->data, nbytes);
         op->begun = 1;
     }
     if (op->begun == 1) {
         if ((result = arrive(team, stream, watch)) != DONE) return result;
-        if (!same_cards(team, stream)) return MISMATCH;
+        if (!same_labels(team, stream)) return MISMATCH;
         op->begun = 2;
     }
     finished = &stream->counters->finished[stream->number % 2];
@@ -462,8 +462,8 @@ int gradsync_collect(team_t *team, int stream, char *rows, uint64_t nbytes, doub
 /* Changes whenever op_t does: a library from an older build is refused. */
 uint64_t gradsync_op_nbytes(void) { return sizeof(op_t); }
 
-/* The card that a rank brought to the last operation. */
-const char *gradsync_card(team_t *team, int stream, int rank) {
+/* The label that a rank brought to the last operation. */
+const char *gradsync_label(team_t *team, int stream, int rank) {
     return board(&team->streams[stream], rank, team->streams[stream].number);
 }
 
@@ -488,7 +488,7 @@ static void *work(void *argument) {
         while (result == PENDING);
         job->result = result;
         for (int r = 0; result == MISMATCH && r < team->size; r++) /* the boards are for the next operation now */
-            memcpy(job->cards + r * CARD_NBYTES, gradsync_card(team, 1, r), CARD_NBYTES);
+            memcpy(job->labels + r * LABEL_NBYTES, gradsync_label(team, 1, r), LABEL_NBYTES);
         count_up(&job->done, 1, 1);
         let_go(job);
     }
@@ -505,7 +505,7 @@ static int start_worker(team_t *team) {
 
 /* Hand an operation to the worker. NULL without memory or thread. The caller releases the job. */
 job_t *gradsync_submit(team_t *team, const op_t *op) {
-    job_t *job = calloc(1, sizeof *job + (size_t)team->size * CARD_NBYTES);
+    job_t *job = calloc(1, sizeof *job + (size_t)team->size * LABEL_NBYTES);
     if (!job) return NULL;
     job->op = *op;
     atomic_store(&job->holders, 2);
@@ -533,8 +533,8 @@ int gradsync_wait(team_t *team, job_t *job, double slice_s, double *finished_at,
     return job->result;
 }
 
-/* The card that a rank brought to a job, after a mismatch. */
-const char *gradsync_job_card(job_t *job, int rank) { return job->cards + rank * CARD_NBYTES; }
+/* The label that a rank brought to a job, after a mismatch. */
+const char *gradsync_job_label(job_t *job, int rank) { return job->labels + rank * LABEL_NBYTES; }
 
 void gradsync_release(job_t *job) { let_go(job); }
 
