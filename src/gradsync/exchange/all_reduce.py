@@ -189,7 +189,7 @@ def _reduce_in_memory(cache: GroupCache, flat: torch.Tensor, label: bytes, scale
 
 
 def _compare(cache: GroupCache, label: bytes, tensor: torch.Tensor = _NOTHING) -> bool:
-    """Raise `LabelsDiffer` on every rank unless all brought the same; whether all have it in one place of the shared memory.
+    """Raise `LabelsDiffer` on every rank unless all brought the same; whether all have it in one place of their memory.
 
     On one host a sum in memory does this in one go, and finds out about places itself.
     """
