@@ -10,6 +10,7 @@ from gradsync.exchange.choose_route import ExactSum
 from gradsync.exchange.flat import FlatBucket, Item, lay_out
 from gradsync.exchange.group_cache import group_cache
 from gradsync.exchange.sender import Sender, Transit
+from gradsync.transport import lane as lane_module
 from gradsync.transport.host_meeting import declare_host
 
 CPU = torch.device("cpu")
@@ -21,13 +22,20 @@ def world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def open_transit(plan: gs.Plan, hosts: str) -> Transit:
-    """`hosts` has a letter for each rank, that of its host; every rank calls this at once, first of all."""
+def open_transit(plan: gs.Plan, hosts: str, has_library: bool = True) -> Transit:
+    """`hosts` has a letter for each rank, that of its host; every rank calls this at once, first of all.
+
+    `has_library` False: as on a machine without a compiler.
+    """
+    original = lane_module.load
     declare_host(hosts[dist.get_rank()])
+    if not has_library:
+        lane_module.load = lambda: None  # type: ignore[assignment]
     try:
         lane = group_cache(world()).lane
     finally:
         declare_host(None)
+        lane_module.load = original
     exact = ExactSum(lane, world(), plan.algorithm, [CPU], TIMEOUT_S)
     return Transit(lane, exact, Sender(lane, world(), exact, plan, CPU, TIMEOUT_S))
 
