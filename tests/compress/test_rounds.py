@@ -71,6 +71,34 @@ def test_what_is_computed_is_before_between_and_after_the_rounds(compressor: Com
 
 
 @leaves
+@pytest.mark.parametrize("size", range(1, 10))
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_every_element_is_encoded_once_before_the_first_round_and_what_arrives_decoded(
+    compressor: Compressor, size: int, in_memory: bool
+) -> None:
+    """In what a probe measures: the whole bucket, one payload of it; a low rank's work depends on the rank."""
+    stages = list(codec_of(compressor).rounds(BucketForm([Param("weight", SHAPES[0])], size, in_memory)))
+    first = next(number for number, stage in enumerate(stages) if not isinstance(stage, Compute))
+    before = sum(stage.encode for stage in stages[:first] if isinstance(stage, Compute))
+    after = [stage for stage in stages[first:] if isinstance(stage, Compute)]
+    if any(stage.between for stage in after):
+        assert before == after[-1].decode == after[0].between
+        return
+    assert before == 1
+    gathered = [stage for stage in stages if isinstance(stage, Gather | Trade)]
+    assert sum(stage.decode for stage in after) == (size if len(gathered) == 1 else max(1, len(gathered)))
+    assert sum(stage.encode for stage in after) == (1 / size if len(gathered) == 2 else 0)
+
+
+@pytest.mark.parametrize("size", range(1, 10))
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_bucket_goes_in_two_phases_where_fewer_bytes_cross_a_network_so(size: int, in_memory: bool) -> None:
+    stages = codec_of(gs.int8()).rounds(BucketForm([Param("weight", SHAPES[0])], size, in_memory))
+    in_one, in_two = size - 1, 2 * (size - 1) / size  # payloads that a rank sends
+    assert any(isinstance(stage, Trade) for stage in stages) == (not in_memory and in_two < in_one)
+
+
+@leaves
 def test_who_is_absent_counts_the_same_rounds(compressor: Compressor) -> None:
     stages = list(codec_of(compressor).rounds(BucketForm([Param("weight", SHAPES[0])], 3)))
     num_rounds = sum(not isinstance(stage, Compute) for stage in stages)

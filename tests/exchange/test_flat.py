@@ -66,6 +66,13 @@ def test_items_are_aligned_disjoint_and_in_order(sizes: list[int], dtype: torch.
     )
 
 
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=20), st.sampled_from(DTYPES))
+def test_items_lie_without_gaps_where_none_are_asked_for(sizes: list[int], dtype: torch.dtype) -> None:
+    items, form = lay_out(items_of([torch.empty(size, dtype=dtype) for size in sizes]), align_nbytes=1)
+    assert [item.start for item in items] == [sum(sizes[:number]) for number in range(len(sizes))]
+    assert form.numel == sum(sizes)
+
+
 @given(tensors=tensors, align_nbytes=st.sampled_from([16, 4096]))
 def test_bytes_hold_every_tensor(tensors: list[torch.Tensor], align_nbytes: int) -> None:
     memory = torch.zeros(sum_nbytes(tensors, align_nbytes), dtype=torch.uint8)
