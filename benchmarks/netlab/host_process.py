@@ -1,4 +1,4 @@
-"""The process that a host lives in: `python process.py NAME LAB_PID`, started by `lab.py`.
+"""The process that a host lives in: `python host_process.py NAME LAB_PID`, started by `lab.py`.
 
     lab ──stdin──▶ keeper ──parent of──▶ init, pid 1 of the host
                    ends when stdin ends  ends with the keeper,

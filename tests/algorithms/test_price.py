@@ -1,4 +1,4 @@
-"""A schedule's price is the closed formula of the textbook, where there is one (science.md, 1.1)."""
+"""A schedule's price is the closed formula of the textbook, where there is one."""
 
 from __future__ import annotations
 

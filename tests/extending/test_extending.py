@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from star import Star
 
 import gradsync as gs
 from gradsync.algorithms.check import check
+from gradsync.algorithms.schedule import Schedule, Transfer
 from gradsync.cluster import Cluster, CodecSpeed, Link
 from gradsync.planner.predict import predict
 from gradsync.planner.profile import Gradient, ModelProfile
@@ -261,3 +262,76 @@ def test_the_page_shows_them_as_they_are() -> None:
     page = (FOLDER.parents[1] / "docs" / "extending.md").read_text()
     for toy in TOYS:
         assert f"```python\n{(FOLDER / toy).read_text()}```" in page, f"docs/extending.md shows another {toy}"
+
+
+@dataclass(frozen=True)
+class OneWay:
+    """Only the second rank hears of the first."""
+
+    ranks: int = 2
+
+    def schedule(self, hosts: Any) -> Any:
+        return Schedule(self.ranks, 1, ((Transfer(0, 1, chunk=0, add=True),),))
+
+
+@dataclass(frozen=True)
+class Nothing:
+    def schedule(self, hosts: Any) -> Any:
+        return None
+
+
+@dataclass(frozen=True)
+class Spoken(EveryOther):
+    def rounds(self, bucket: Any) -> Any:
+        yield "sum"
+
+
+@dataclass(frozen=True)
+class Silent(EveryOther):
+    def rounds(self, bucket: Any) -> Any:
+        return None
+
+
+@dataclass(frozen=True)
+class Closed:
+    steps: int = 2
+
+    def open(self, context: Any) -> Any:
+        return None
+
+
+def refused(plan: gs.Plan) -> str:
+    """What a run with this plan raises in its first two steps."""
+    try:
+        Training(plan).train(range(2))
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"algorithm": OneWay()}, "ValueError: OneWay.schedule does not make every rank's sum: "),
+        ({"algorithm": OneWay(3)}, "ValueError: OneWay.schedule is for 3 ranks, but the group has 2"),
+        (
+            {"algorithm": Nothing()},
+            "TypeError: Nothing.schedule must return a gradsync.algorithms.schedule.Schedule, got",
+        ),
+        ({"compress": Spoken()}, "TypeError: the rounds of a compressor are made of Compute, Sum, Gather, "),
+        ({"compress": Silent()}, "TypeError: the rounds of a compressor are what a generator yields, got None"),
+        ({"pace": Closed()}, "TypeError: Closed.open must return a gradsync.pace.contract.Pace, got None"),
+    ],
+)
+def test_a_mistake_in_ones_own_is_told_in_a_sentence(fields: dict[str, Any], sentence: str, run: Run) -> None:
+    assert all(text.startswith(sentence) for text in run(refused, gs.Plan(**fields))), sentence
+
+
+def test_a_codec_has_a_name_and_a_pace_what_it_needs() -> None:
+    class Anonymous(EveryOther):
+        name = None
+
+    with pytest.raises(TypeError, match="Anonymous needs a name for reports"):
+        gs.Plan(compress=Anonymous())
+    with pytest.raises(TypeError, match="a pace of your own is a frozen dataclass with steps and open"):
+        gs.Plan(pace=type("Endless", (), {"open": lambda self, context: None})())

@@ -1,1 +1,1 @@
-"""The command line: one file per command, `entry` in front of them."""
+"""The command line: a folder per command, `main` in front of them."""

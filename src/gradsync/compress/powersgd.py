@@ -59,7 +59,7 @@ class PowerSGD(Codec):
         return start_q(param, self.rank, self.seed)
 
     def rounds(self, bucket: CodedBucket) -> Rounds:
-        """Two sums of thin matrices, P and then Q, which the pipeline pipelines over buckets."""
+        """Two sums of thin matrices, P and then Q, which the pipeline overlaps between buckets."""
         sides = zip(*(matrix(param.shape) for param in bucket.params), strict=True)
         p, q = (bucket.numbers(self.rank * sum(side), torch.float32) for side in sides)
         work = bucket.prepare(lambda: _Factoring(self, bucket, p, q))

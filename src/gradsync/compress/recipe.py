@@ -132,6 +132,8 @@ def check_density(what: str, value: object) -> None:
 def check_compressor(what: str, value: object) -> None:
     """Refuse what is no compressor, with the call that was probably meant."""
     if isinstance(value, Compressor) and not isinstance(value, type):
+        if isinstance(value, Codec) and not isinstance(getattr(value, "name", None), str):
+            raise TypeError(f'{type(value).__name__} needs a name for reports, as in name = "every_other"')
         return
     meant = value if isinstance(value, str) else getattr(value, "__name__", None)
     hint = f" (did you mean {SPELLINGS[meant]}?)" if isinstance(meant, str) and meant in SPELLINGS else ""

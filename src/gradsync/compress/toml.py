@@ -62,7 +62,8 @@ def canonical(compressor: object) -> dict[str, Any]:
     kind = _kind_of(compressor, _PLAIN) or (type(compressor).__name__ if tables.is_comparable(compressor) else None)
     if kind is None:
         raise TypeError(
-            f"compress: {compressor!r} is none of {', '.join(MAKERS)}, and others cannot be compared between ranks"
+            f"compress: {compressor!r} is none of {', '.join(MAKERS)}, and others cannot be compared between ranks; "
+            "if it is your own, make it a @dataclass(frozen=True)"
         )
     return {"kind": kind, **_fields_of(compressor)}
 

@@ -137,7 +137,11 @@ def open_pace(plan: Plan, context: PaceContext, parent: dist.ProcessGroup, scale
         case paces.Gossip():
             return GossipPace(plan.pace, context, parent, _timeout(context.guard, parent) + NET_S)
         case paces.OwnPace():
-            opened: Pace = plan.pace.open(context)
+            opened = plan.pace.open(context)
+            if not isinstance(opened, Pace):
+                raise TypeError(
+                    f"{type(plan.pace).__name__}.open must return a gradsync.pace.contract.Pace, got {opened!r}"
+                )
             return opened
     raise AssertionError(f"no pace is known for {plan.pace!r}")
 

@@ -9,8 +9,7 @@ To put right means to take part, marked as aborted, in what the other ranks do w
 surrounded the batch when it raised: under `no_sync()` its window goes on, and is dropped when it synchronizes.
 
 Note [A backward, or torch.autograd.grad]
-    Both set off the hook on the model's output, and only one of them is missed by the others when it raises.
-    Autograd
+    Both set off the hook on the model's output, and only one of them is missed by the others when it raises. Autograd
     knows which it is: `backward()` without `inputs` executes every node, anything else only what it was asked for.
 
 Note [Models of one backward]

@@ -71,17 +71,17 @@ def side_by_side(waits: list[tuple[Wait, Then]]) -> None:
         then()
         return
     here = _ThreadState()
-    step_counts = [_ModelWait(partial(here.run, wait)) for wait, _ in waits[:-1]]
-    step_counts.append(_ModelWait(waits[-1][0], starts=False))
-    step_counts[-1].run()
-    for turn in step_counts:
-        turn.join()
-    for turn, (_, then) in zip(step_counts, waits, strict=True):
-        if turn.error is None:
+    model_waits = [_ModelWait(partial(here.run, wait)) for wait, _ in waits[:-1]]
+    model_waits.append(_ModelWait(waits[-1][0], starts=False))
+    model_waits[-1].run()
+    for each in model_waits:
+        each.join()
+    for each, (_, then) in zip(model_waits, waits, strict=True):
+        if each.error is None:
             then()
-    for turn in step_counts:
-        if turn.error is not None:
-            raise turn.error
+    for each in model_waits:
+        if each.error is not None:
+            raise each.error
 
 
 class _ModelWait:

@@ -1,1 +1,1 @@
-"""One bucket's round trip: here exactly, as it is."""
+"""Sums flat tensors over the ranks: exactly by the best route, or in a compressor's rounds."""

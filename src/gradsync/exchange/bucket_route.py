@@ -9,7 +9,7 @@ a GPU on gloo, nothing elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -24,6 +24,7 @@ from gradsync.trace.tally import CodecTally
 from gradsync.transport.pending import Pending
 
 T = TypeVar("T")
+_STAGES = (Compute, Sum, Gather, Trade, SumInside, Absent)
 
 
 class RoutedBucket(CodedBucket):
@@ -63,7 +64,12 @@ class PreparedRound(NamedTuple):
 def prepared_rounds(rounds: Rounds, rank: int) -> list[PreparedRound]:
     """What a codec yields, round by round, with the copies that are needed."""
     prepared, what, computing = [], "", list[Callable[[int], object]]()
+    if not isinstance(rounds, Iterable):
+        raise TypeError(f"the rounds of a compressor are what a generator yields, got {rounds!r}")
     for stage in rounds:
+        if not isinstance(stage, _STAGES):
+            kinds = ", ".join(kind.__name__ for kind in _STAGES)
+            raise TypeError(f"the rounds of a compressor are made of {kinds} (gradsync.compress.rounds), got {stage!r}")
         if isinstance(stage, Compute):
             what = what or stage.what
             computing.append(stage.run)

@@ -1,8 +1,8 @@
 """Tensors that are averaged whole, again and again: flat memory for them, and how it travels.
 
-    tensors   │ a │ b │ c │ d │            by name, the same on every rank
-    flat part 0    │ a b │ c d │                flat buckets of one dtype, device and compressor
-    flat part 1    │ a b │ c d │                the same once more: one travels while another is filled
+    tensors        │ a │ b │ c │ d │            by name, the same on every rank
+    flat part 0    │ a b   │ c d   │            flat buckets of one dtype, device and compressor
+    flat part 1    │ a b   │ c d   │            the same once more: one travels while another is filled
 
 What compression keeps between steps is the flat set's: its flat parts leave one after the other.
 """

@@ -1,11 +1,10 @@
 """Who takes part in a round of compressed data, and by which way it goes: everybody, or one rank of each host.
 
-    AllRanks   sums ride the plan's algorithm; on one host payloads are gathered in shared memory
+    AllRanks    sums ride the plan's algorithm; on one host payloads are gathered in shared memory
     Leaders     the first rank of each host, over a channel of their own: what `across_hosts` needs
 
-Rounds work on tensors of host memory (gloo), or of the GPU (NCCL).
-
-Sums inside each host, for what is compressed only across hosts.
+Rounds work on tensors of host memory (gloo), or of the GPU (NCCL). `WithinHosts` adds up inside each host what is
+compressed only across hosts.
 """
 
 from __future__ import annotations

@@ -20,8 +20,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from gradsync.algorithms.check import check
 from gradsync.algorithms.hierarchical import Hierarchical
-from gradsync.algorithms.schedule import Recipe, chunk_bounds
+from gradsync.algorithms.schedule import Recipe, Schedule, chunk_bounds
+from gradsync.cluster import Hosts
 from gradsync.exchange.schedule_runner import Program, run, stamp
 from gradsync.kernels.library import CODES, Op, OpKind
 from gradsync.transport.groups import MESSAGES
@@ -113,6 +115,22 @@ def _advance(team: Team, op: Op) -> None:
         pass  # it ends when a peer dies or gives up
 
 
+def checked(recipe: Recipe, hosts: Hosts) -> Schedule:
+    """The recipe's schedule for these hosts; an error in words if that is none, or does not add up."""
+    schedule, name = recipe.schedule(hosts), type(recipe).__name__
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"{name}.schedule must return a gradsync.algorithms.schedule.Schedule, got {schedule!r}")
+    size = sum(map(len, hosts))
+    if schedule.world_size != size:
+        raise ValueError(f"{name}.schedule is for {schedule.world_size} ranks, but the group has {size}")
+    if type(recipe).__module__.partition(".")[0] != __name__.partition(".")[0]:  # ours are proved by tests
+        try:
+            check(schedule)
+        except ValueError as error:
+            raise ValueError(f"{name}.schedule does not make every rank's sum: {error}") from None
+    return schedule
+
+
 _NAME = re.compile(r"(?<=[a-z])(?=[A-Z])")  # HalvingDoubling is halving_doubling
 
 
@@ -124,7 +142,7 @@ class MessageRoute:
     def __init__(self, lane: Lane, recipe: Recipe) -> None:
         self.name = _NAME.sub("_", type(recipe).__name__).lower()
         self._lane = lane
-        schedule, rank = recipe.schedule(lane.hosts), lane.groups.rank
+        schedule, rank = checked(recipe, lane.hosts), lane.groups.rank
         self.sent_share = schedule.share_sent_by(rank)
         self._program = lru_cache(maxsize=64)(lambda numel, itemsize: Program.compile(schedule, rank, numel, itemsize))
 

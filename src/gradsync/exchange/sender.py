@@ -3,9 +3,8 @@
     bucket ─▶ FlatBucket ─▶ its route: as it is, or the rounds of its codec, perhaps across hosts only ─▶ Pipeline
                                                                                         audited now and then
 
-Without a compressor a bucket is summed at once, and none of this stands in its way.
-
-What compression does to these gradients: now and then the exact sum travels too, and the two are compared.
+Without a compressor a bucket is summed at once, and none of this stands in its way. An audit shows what compression
+does to these gradients: now and then the exact sum travels too, and the two are compared.
 """
 
 from __future__ import annotations

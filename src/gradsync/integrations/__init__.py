@@ -1,1 +1,1 @@
-"""gradsync inside what others have written: `DistributedDataParallel` here."""
+"""Gradsync inside what others have written: DDP, Lightning, Fabric, Accelerate, Transformers and Ray."""

@@ -1,1 +1,1 @@
-"""Hot loops: plain C for CPUs, with the torch reference beside it."""
+"""Hot loops: plain C for CPUs, Triton for GPUs, and the torch reference beside both."""

@@ -160,9 +160,10 @@ class RankPool:
 def spawn(fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60) -> list[Any]:
     """Run `fn(*args)` on `ranks` new processes of this machine; return each rank's value.
 
-    The group exists when `fn` starts: `torch.distributed.get_rank()` tells the rank, `gs.init()` adopts
-    it. Each process gets cores / ranks threads. If a rank fails, `RankFailed` shows every rank's traceback;
-    after `timeout` seconds all are ended, and it shows where each was.
+    The group exists when `fn` starts: `torch.distributed.get_rank()` tells the rank, `gs.init()` adopts it. Each
+    process gets cores / ranks threads. Tensors in `args` are one memory for all ranks and this process: a rank that
+    writes to one clones it before. If a rank fails, `RankFailed` shows every rank's traceback; after `timeout` seconds
+    all are ended, and it shows where each was.
     """
     if not callable(fn):
         raise TypeError(f"spawn takes a function, got {fn!r}")

@@ -1,1 +1,1 @@
-"""How often gradients travel."""
+"""How often ranks average, and what: gradients or parameters."""

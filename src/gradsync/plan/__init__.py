@@ -1,1 +1,1 @@
-"""What to do, as data: a plan, its pace, its guard, and the cluster it is for."""
+"""What to do, as data: a plan, its pace and its guard."""

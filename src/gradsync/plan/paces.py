@@ -137,8 +137,8 @@ class OwnPace(Protocol):
     def steps(self) -> int:
         """From one exchange of parameters to the next: what a planner spreads its price over."""
 
-    def open(self, site: Any) -> Any:
-        """The pace at work, a `pace.contract.Pace`, on a `pace.contract.Site`; every rank calls this at once."""
+    def open(self, context: Any) -> Any:
+        """The pace at work, a `pace.contract.Pace`, in a `pace.contract.PaceContext`; every rank calls this at once."""
 
 
 Pace = EveryStep | Accumulate | LocalSGD | DiLoCo | Delayed | AsyncSGD | Gossip | OwnPace

@@ -192,6 +192,8 @@ def _meant_pace(value: object) -> str:
     """
     if _is_int(value):
         return f" (did you mean gs.accumulate({value})?)"
+    if callable(getattr(value, "open", None)):
+        return "; a pace of your own is a frozen dataclass with steps and open(context)"
     name = value if isinstance(value, str) else getattr(value, "__name__", None)
     return f" (did you mean gs.{name}(...)?)" if isinstance(name, str) and name in KINDS else ""
 

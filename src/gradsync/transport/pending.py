@@ -1,12 +1,12 @@
 """What is under way: a pending for each, whatever moves it.
 
-    Collective  a backend's own, on its threads or streams
-    ByWorker    an operation in shared memory, a sum say, by the team's worker
-    ByCaller    an operation in shared memory, done by whoever waits for it
+    Collective    a backend's own, on its threads or streams
+    ByWorker      an operation in shared memory, a sum say, by the team's worker
+    ByCaller      an operation in shared memory, done by whoever waits for it
     BoardMessage  a message from each to all on the team's boards
-    Promise     what a thread of ours will finish: a bucket's rounds, say
+    Promise       what a thread of ours will finish: a bucket's rounds, say
     LaneTask      a Python function on the lane's thread
-    OnStream    messages between GPUs, on a stream of their own
+    OnStream      messages between GPUs, on a stream of their own
 
 `landed(slice_s)` waits for at most a slice and tells whether it has ended; `settle()` then raises what went
 wrong, or orders streams.

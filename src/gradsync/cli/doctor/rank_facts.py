@@ -1,4 +1,4 @@
-"""What one rank knows of itself and its machine, as plain data: gathered by `gathering`, sent to rank 0 as JSON.
+"""What one rank knows of itself and its machine, as plain data: gathered by `gather`, sent to rank 0 as JSON.
 
 Nothing is None, so that a record can be checked by the types of the defaults: what is not known is "", 0, -1 or empty.
 Ranks may run different versions, which is one of the things to find: keys that are missing keep their defaults, keys

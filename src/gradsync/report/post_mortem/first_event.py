@@ -1,8 +1,8 @@
 """What happened first in a run, and where: from errors, health, ends and flight records. Pure.
 
-Whoever raises is seldom to blame: errors that name others are followed to the rank that has no excuse (`culprits`),
+Whoever raises is seldom to blame: errors that name others are followed to the rank that has no excuse (`failures`),
 what a rank raised on its own account is a cause by itself (`failures`), and who said nothing is found by those who
-waited for it (`silence`). Without any of these, what the guards found (`ailments`).
+waited for it (`silence`). Without any of these, what the guards found (`health`).
 """
 
 from __future__ import annotations
