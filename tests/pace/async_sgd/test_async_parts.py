@@ -88,6 +88,21 @@ def test_a_twin_has_the_users_class_state_and_present_hyper_parameters() -> None
     assert (parameter.item(), optimizer.state[parameter]["count"]) == (1.0, 5)
 
 
+def test_after_a_restart_it_goes_on_from_the_parameters_and_the_optimizers_state() -> None:
+    parameter = one()
+    optimizer = Scaled(2.0, params=[parameter])
+    shard = Shard([("w", parameter)], [optimizer])
+    shard.update([torch.tensor([1.0])])
+    with torch.no_grad():
+        parameter.fill_(5.0)
+    optimizer.state[parameter]["count"] = 7
+    shard.restart([parameter], [optimizer])
+    shard.update([torch.tensor([1.0])])
+    assert shard.masters[0].item() == 3.0
+    assert shard.optimizer_copies[0].state_of(shard.masters[0]) == {"count": 8}
+    assert shard.version == 2
+
+
 def test_the_learning_rate_is_scaled_for_one_update_only() -> None:
     parameter = one()
     shard = Shard([("w", parameter)], [torch.optim.SGD([parameter], lr=1.0)])

@@ -51,6 +51,25 @@ def test_without_staleness_it_is_synchronous_sgd_to_the_bit(kind: str, ranks: in
     run(compare, kind, ranks=ranks)
 
 
+def stats_in_step() -> dict[str, Any]:
+    model, optimizer = model_and_optimizer()
+    sync = gs.attach(model, optimizer, gs.Plan(pace=gs.async_sgd(0)))
+    for step in range(3):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    stats = sync.stats()
+    sync.detach()
+    return stats
+
+
+def test_without_staleness_no_push_is_late_from_the_first_on_and_no_bucket_travels(run: Ranks) -> None:
+    for stats in run(stats_in_step):
+        assert (stats["staleness_mean"], stats["staleness_max"], stats["clock_distance_max"]) == (0, 0, 0)
+        assert (stats["nbytes"], stats["num_buckets"]) == (0, 0)
+        assert (stats["clock"], stats["version"]) == (3, 3)
+
+
 def take_unequally_many(max_staleness: int) -> torch.Tensor:
     rank = dist.get_rank()
     model, optimizer = model_and_optimizer()
