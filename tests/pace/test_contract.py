@@ -29,6 +29,7 @@ PACES: dict[str, Pace] = {
     "gossip exponential": gs.gossip("exponential", every=2),
 }
 ONLY_EXACT = {name for name in PACES if name.startswith(("async", "gossip"))}
+NAMES_ITS_OWN = {name for name in PACES if not name.startswith(("every", "accumulate", "async"))}
 NOT_REPEATABLE = {"async_sgd"}  # by design: updates are applied as they come
 COMPRESSORS = {"exact": None, "int8": gs.int8(), "powersgd": gs.powersgd(2)}
 CASES = [
@@ -210,3 +211,20 @@ def test_paces_of_parameters_want_the_optimizer(pace: str, run: Callable[..., An
 def attach_without(pace: str) -> None:
     with pytest.raises(ValueError, match="pass the optimizer"):
         gs.attach(torch.nn.Linear(2, 2), None, gs.Plan(pace=PACES[pace]))
+
+
+def name_buckets(pace: str) -> None:
+    training = Training(pace, "exact")
+    names = [training.sync._steps.pace.describe(number) for number in range(8)]
+    assert all(names)
+    assert len(set(names)) == len(names), "no two have one name"
+    if pace in NAMES_ITS_OWN:
+        assert "(0.weight" in names[0], "its first parameters are named"
+    training.sync.detach()
+
+
+@pytest.mark.parametrize("pace", PACES)
+def test_every_bucket_has_a_name_of_its_own_and_those_of_a_pace_tell_what_is_in_them(
+    pace: str, run: Callable[..., Any]
+) -> None:
+    run(name_buckets, pace)

@@ -13,7 +13,7 @@ from delayed_runs import backward, scalar, step_and_zero, train
 from torch import nn
 
 import gradsync as gs
-from models import Raises
+from models import Raises, Scalar
 
 
 def abort(at: int, steps_after: bool, drains_at_once: bool) -> float:
@@ -186,6 +186,30 @@ def change_k(before: int, after: int) -> float:
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1)])
 def test_with_another_k_nothing_that_waits_is_lost(before: int, after: int, run: Callable[..., Any]) -> None:
     assert run(change_k, before, after) == [-127.0] * 2
+
+
+def load_of_another_pace() -> float:
+    model = Scalar()
+    sync = gs.attach(model, torch.optim.SGD(model.parameters(), lr=1.0), gs.Plan())
+    state = sync.state_dict()
+    sync.detach()
+    model, optimizer, sync = scalar(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is of another pace
+        sync.load_state_dict(state)
+    assert not sync.mid_window, "nothing was begun"
+    for step in range(4):
+        model(2.0**step).backward()
+        assert sync.mid_window == (step < 2)
+        step_and_zero(optimizer)
+    while sync.drain():
+        step_and_zero(optimizer)
+    sync.detach()
+    return model.weight.item()
+
+
+def test_a_state_of_another_pace_begins_as_attach_does(run: Callable[..., Any]) -> None:
+    assert run(load_of_another_pace) == [-15.0] * 2
 
 
 def detach_at_once() -> None:

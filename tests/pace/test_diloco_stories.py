@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lines import GRADIENTS, Run, check_continuation, heard, raised
+from lines import GRADIENTS, Line, Run, check_continuation, heard, raised
 
 import gradsync as gs
 from gradsync.launch.spawn import RankPool
@@ -64,7 +64,42 @@ def test_a_state_of_another_pace_begins_anew_and_one_of_other_fragments_goes_on(
     run(check_other_states)
 
 
+def check_other_frozen() -> None:
+    states, told = [], []
+    for frozen in (True, False):
+        model = Line()
+        model.a.requires_grad_(not frozen)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        sync = gs.attach(model, optimizer, gs.Plan(pace=gs.diloco(4, OUTER)))
+        with torch.no_grad():
+            model.a.fill_(float(dist.get_rank()))
+        told.append(heard(lambda sync=sync: sync.load_state_dict(states[0] if states else sync.state_dict())))
+        states.append(sync.state_dict())
+        assert model.a.item() == (dist.get_rank() if frozen else 0.5)  # what is trained now begins from the mean
+        sync.detach()
+    assert told[0] == []
+    assert len(told[1]) == (dist.get_rank() == 0)
+    assert not told[1] or "this state was saved with other parameters frozen: diloco begins anew" in told[1][0]
+
+
+def test_a_state_with_other_parameters_frozen_begins_anew_and_one_rank_says_so(run: Ranks) -> None:
+    run(check_other_frozen)
+
+
 # Odd steps and ends
+
+
+def check_early_drain() -> None:
+    for num in range(4):
+        run = Run(gs.Plan(pace=gs.diloco(4, PLAIN)))
+        run.steps(num)
+        assert run.drain() == [1 - 2 * num, 1 - 3 * num], f"after {num} steps"
+        assert run.sync.replicas_equal
+        run.sync.detach()
+
+
+def test_drain_brings_in_every_step_however_few(run: Ranks) -> None:
+    run(check_early_drain)
 
 
 def check_odd_steps() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -19,6 +20,7 @@ from gradsync.pace.async_sgd.messages import MessageKind, ShardMessage
 from gradsync.plan.guard import Guard
 from gradsync.plan.paces import AsyncSGD
 from gradsync.transport.groups import MESSAGES
+from gradsync.transport.heartbeat import RankState
 from gradsync.transport.lane import open_lane
 
 
@@ -26,8 +28,8 @@ def said(error: GradSyncError) -> tuple[str, list[int], str]:
     return type(error).__name__, list(error.ranks) if isinstance(error, PeerFault) else [], str(error)
 
 
-def lose(victim: int, at: int, settings: AsyncSGD) -> tuple[str, list[int], str] | None:
-    """The victim kills itself before this step; the others' error."""
+def lose(victim: int, at: int, settings: AsyncSGD) -> tuple[str, list[int], str, RankState] | None:
+    """The victim kills itself before this step; the others' error, and what they then say of themselves."""
     model = make_model()
     optimizers = make_optimizers("momentum", model)
 
@@ -38,6 +40,25 @@ def lose(victim: int, at: int, settings: AsyncSGD) -> tuple[str, list[int], str]
     try:
         with attached(model, optimizers, settings) as run:
             steps(run, model, optimizers, range(1000), before=before)
+    except GradSyncError as error:
+        return *said(error), run._lane.session.said
+    return None
+
+
+def leave_beside_a_dead_rank(victim: int) -> tuple[str, list[int], str] | None:
+    """The victim kills itself; the others leave, which nobody answers, once they can send it nothing more."""
+    model = make_model()
+    optimizers = make_optimizers("sgd", model)
+    try:
+        with attached(model, optimizers, AsyncSGD(None)) as run:
+            dist.barrier()
+            if dist.get_rank() == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+            with contextlib.suppress(RuntimeError):
+                while True:
+                    run._mail.send(victim, ShardMessage(MessageKind.ALIVE))
+                    time.sleep(0.001)
+            run.leave()
     except GradSyncError as error:
         return said(error)
     return None

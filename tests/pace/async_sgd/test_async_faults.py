@@ -12,6 +12,7 @@ import torch
 
 from gradsync.launch.spawn import RankPool
 from gradsync.plan.paces import AsyncSGD
+from gradsync.transport.heartbeat import Phase
 
 Run = Callable[..., list[Any]]
 
@@ -67,9 +68,19 @@ def test_a_dead_rank_is_named_with_a_parameter_of_its_shard(pool: RankPool) -> N
     assert "SIGKILL" in outcomes[1].text
     for rank in (0, 2):
         assert outcomes[rank].ok, outcomes[rank].text
-        kind, ranks, text = outcomes[rank].value
+        kind, ranks, text, told = outcomes[rank].value
+        assert (told.phase, told.culprits) == (Phase.LOST_PEER, (1,)), "the others need not find out by themselves"
         assert (kind, ranks) == ("PeerLost", [1]), text
         assert text.startswith(f"[rank {rank}/3 step 0] rank 1 (pid ")
         assert re.search(
             r"rank 1 kept the shard of '[02]\.(weight|bias)'( and \d more)?, which no other rank holds", text
         )
+
+
+def test_who_leaves_beside_a_dead_rank_hears_of_it(pool: RankPool) -> None:
+    outcomes = pool.outcomes(async_faults.leave_beside_a_dead_rank, 1, ranks=3)
+    for rank in (0, 2):
+        assert outcomes[rank].ok, outcomes[rank].text
+        kind, ranks, text = outcomes[rank].value
+        assert (kind, ranks) == ("PeerLost", [1]), text
+        assert "while this rank was in leave()" in text

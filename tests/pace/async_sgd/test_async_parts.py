@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradsync.errors import GradSyncError
-from gradsync.pace.async_sgd.messages import OwnerAnswer, pack, unpack
+from gradsync.pace.async_sgd.messages import REQUEST_TAG, MessageKind, OwnerAnswer, pack, payload_tag, unpack
 from gradsync.pace.async_sgd.owner import Owner
 from gradsync.pace.async_sgd.shard import Shard, partition
 from gradsync.pace.async_sgd.staleness import Histogram
@@ -58,6 +58,21 @@ def test_tensors_come_back_from_a_freight_as_they_were(dtype: torch.dtype) -> No
         assert torch.equal(there.contiguous().view(torch.uint8), was.contiguous().view(torch.uint8))
 
 
+@given(
+    kind=st.sampled_from([MessageKind.PUSH, MessageKind.PARAMETERS]),
+    shard=st.integers(0, 4095),
+    version=st.integers(0, 65535),
+    rounds=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+)
+def test_a_tag_says_kind_shard_and_version_and_fits_a_c_int(
+    kind: MessageKind, shard: int, version: int, rounds: tuple[int, int]
+) -> None:
+    """Beyond 4096 shards and 65536 versions it begins anew, and never reaches into another part of the tag."""
+    tag = payload_tag(kind, shard + 4096 * rounds[0], version + 65536 * rounds[1])
+    assert (tag >> 28, tag >> 16 & 4095, tag & 65535) == (kind, shard, version)
+    assert REQUEST_TAG < tag < 1 << 31
+
+
 def test_a_twin_has_the_users_class_state_and_present_hyper_parameters() -> None:
     parameter, other = one(), one()
     optimizer = Scaled(2.0, params=[parameter, other])
@@ -71,6 +86,21 @@ def test_a_twin_has_the_users_class_state_and_present_hyper_parameters() -> None
     assert shard.masters[0].item() == 0.5
     assert shard.optimizer_copies[0].state_of(shard.masters[0]) == {"count": 6}
     assert (parameter.item(), optimizer.state[parameter]["count"]) == (1.0, 5)
+
+
+def test_after_a_restart_it_goes_on_from_the_parameters_and_the_optimizers_state() -> None:
+    parameter = one()
+    optimizer = Scaled(2.0, params=[parameter])
+    shard = Shard([("w", parameter)], [optimizer])
+    shard.update([torch.tensor([1.0])])
+    with torch.no_grad():
+        parameter.fill_(5.0)
+    optimizer.state[parameter]["count"] = 7
+    shard.restart([parameter], [optimizer])
+    shard.update([torch.tensor([1.0])])
+    assert shard.masters[0].item() == 3.0
+    assert shard.optimizer_copies[0].state_of(shard.masters[0]) == {"count": 8}
+    assert shard.version == 2
 
 
 def test_the_learning_rate_is_scaled_for_one_update_only() -> None:

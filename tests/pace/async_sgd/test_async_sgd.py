@@ -51,6 +51,25 @@ def test_without_staleness_it_is_synchronous_sgd_to_the_bit(kind: str, ranks: in
     run(compare, kind, ranks=ranks)
 
 
+def stats_in_step() -> dict[str, Any]:
+    model, optimizer = model_and_optimizer()
+    sync = gs.attach(model, optimizer, gs.Plan(pace=gs.async_sgd(0)))
+    for step in range(3):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    stats = sync.stats()
+    sync.detach()
+    return stats
+
+
+def test_without_staleness_no_push_is_late_from_the_first_on_and_no_bucket_travels(run: Ranks) -> None:
+    for stats in run(stats_in_step):
+        assert (stats["staleness_mean"], stats["staleness_max"], stats["clock_distance_max"]) == (0, 0, 0)
+        assert (stats["nbytes"], stats["num_buckets"]) == (0, 0)
+        assert (stats["clock"], stats["version"]) == (3, 3)
+
+
 def take_unequally_many(max_staleness: int) -> torch.Tensor:
     rank = dist.get_rank()
     model, optimizer = model_and_optimizer()
@@ -139,3 +158,55 @@ def broadcast_later() -> torch.Tensor:
 
 def test_owners_go_on_from_what_was_broadcast(run: Ranks) -> None:
     run(broadcast_later)
+
+
+def meet_in_the_middle(call: Callable[[gs.GradSync, dict[str, torch.Tensor]], None]) -> float:
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    sync = gs.attach(model, optimizer, gs.Plan(pace=gs.async_sgd(0)))
+    state = sync.state_dict()
+    for _ in range(2):
+        model(torch.full((1, 1), 1.0 + dist.get_rank())).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not sync.replicas_equal
+    call(sync, state)
+    assert sync.replicas_equal
+    sync.detach()
+    return model.weight.item()
+
+
+def test_who_meets_in_the_middle_drains_first_and_loses_nothing(run: Ranks) -> None:
+    assert run(meet_in_the_middle, broadcast) == [-3.0] * 2
+    assert run(meet_in_the_middle, gather) == [-3.0] * 2
+    assert run(meet_in_the_middle, load) == [0.0] * 2  # back to where the state was saved
+
+
+def broadcast(sync: gs.GradSync, _: dict[str, torch.Tensor]) -> None:
+    sync.broadcast()
+
+
+def gather(sync: gs.GradSync, _: dict[str, torch.Tensor]) -> None:
+    sync.state_dict(all_ranks=True)
+
+
+def load(sync: gs.GradSync, state: dict[str, torch.Tensor]) -> None:
+    sync.load_state_dict(state)
+
+
+def step_without_gradients() -> None:
+    model, optimizer = model_and_optimizer("adamw")
+    sync = gs.attach(model, optimizer, gs.Plan(pace=gs.async_sgd(0)))
+    before = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    for step in range(3):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not optimizer.state
+    assert not torch.equal(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]), before)
+    sync.detach()
+
+
+def test_owners_apply_gradients_and_the_loops_own_step_finds_none(run: Ranks) -> None:
+    run(step_without_gradients)
