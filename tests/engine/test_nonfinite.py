@@ -106,6 +106,11 @@ def test_fewer_skips_do_not_stop_it(run: Any) -> None:
         assert (skipped, report, count) == ([1, 2, 4, 5], "", 4)
 
 
+def test_a_step_is_dropped_for_its_own_gradients_even_after_the_first_one_was(run: Any) -> None:
+    for skipped, _, whats, count in run(skip_often, [0], 3, gs.every_step()):
+        assert (skipped, whats, count) == ([0], ["nonfinite"], 1)
+
+
 # The loss scale
 
 
