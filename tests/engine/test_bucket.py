@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gradsync.agreement.header import Mark
 from gradsync.compress.cast import bf16
 from gradsync.compress.integers import int8
 from gradsync.compress.param import Param
@@ -255,3 +256,16 @@ def test_what_travels_in_different_ways_is_never_in_one_bucket(tensors: list[tor
     assert sorted(item.name for b in layout.buckets for item in b.flat_bucket.items) == sorted(
         f"p{index}" for index in range(len(tensors))
     )
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_gradient_that_was_taken_away_after_it_came_counts_as_zero(missing: int) -> None:
+    layout = layout_of([torch.zeros(3), torch.zeros(2)])
+    (bucket,) = layout.buckets
+    bucket.flat.fill_(9.0)  # of a step before
+    for entry in bucket.entries:
+        entry.param.grad = None if entry.index == missing else torch.full_like(entry.param, 5.0)
+    bucket.complete(bytearray([Mark.USED] * 2), 1.0, whole=True)
+    for entry in bucket.entries:
+        assert torch.equal(entry.view, torch.full_like(entry.param, 0.0 if entry.index == missing else 5.0))
+        assert entry.param.grad is None

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import gradsync as gs
 from gradsync.launch.spawn import RankPool
+from gradsync.transport.heartbeat import Phase
 
 
 def wait_for_a_dead_rank() -> str:
@@ -43,3 +44,19 @@ def test_an_error_of_others_that_comes_of_a_dead_rank_names_it(pool: RankPool) -
 
 def test_an_error_while_all_are_alive_stays_what_it_is(pool: RankPool) -> None:
     pool.run(fail_alone, ranks=2)
+
+
+def say_where_it_is() -> list[str]:
+    """What this rank says of itself when the averages of each step are there."""
+    model = torch.nn.Linear(2, 2)
+    sync, said = gs.attach(model), list[str]()
+    session = sync._steps.synchronization.lane.session
+    sync._steps.tell(averaged=lambda headers: said.append(str(session.said.phase)))
+    for _ in range(2):
+        model(torch.randn(3, 2)).sum().backward()
+    sync.detach()
+    return said
+
+
+def test_after_backward_a_rank_is_synchronizing_in_the_first_step_too(pool: RankPool) -> None:
+    assert pool.run(say_where_it_is, ranks=2) == [[str(Phase.SYNCHRONIZING)] * 2] * 2

@@ -106,6 +106,36 @@ def test_fewer_skips_do_not_stop_it(run: Any) -> None:
         assert (skipped, report, count) == ([1, 2, 4, 5], "", 4)
 
 
+def test_a_step_is_dropped_for_its_own_gradients_even_after_the_first_one_was(run: Any) -> None:
+    for skipped, _, whats, count in run(skip_often, [0], 3, gs.every_step()):
+        assert (skipped, whats, count) == ([0], ["nonfinite"], 1)
+
+
+def go_on_after_a_skip() -> list[float]:
+    """Gradients of a large parameter, one of whose steps has a NaN on rank 1: the distance from the mean, by step."""
+    weight = nn.Parameter(torch.zeros(1 << 15))  # copied into its bucket by its own hook
+    model = nn.Module()
+    model.weight = weight
+    sync = gs.attach(model, guard=gs.Guard(nonfinite="skip"))
+    distances = []
+    for step in range(4):
+        given = [torch.full_like(weight, 1.0 + step + rank) for rank in range(dist.get_world_size())]
+        if step == 2:
+            given[1][0] = torch.nan
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            (weight * given[dist.get_rank()]).sum().backward()
+        if not sync.dropped:
+            distances.append(float((weight.grad - sum(given) / len(given)).abs().max()))
+        weight.grad = None
+    sync.detach()
+    return distances
+
+
+def test_nothing_of_a_skipped_step_is_in_the_next_average(run: Any) -> None:
+    assert run(go_on_after_a_skip) == [[0.0, 0.0, 0.0]] * 2
+
+
 # The loss scale
 
 

@@ -39,7 +39,9 @@ class NonfiniteCheck:
         synchronization.listeners.add(packed=self._look, announce=self._announce, judge=self._judge)
 
     def _look(self, bucket: Bucket) -> None:
-        if self._first is _NOWHERE and not is_finite(bucket.flat):
+        # In the first step buckets leave after the header, which said it already; the next one is not to say it again.
+        learned = self._synchronization.bucket_order.learned
+        if learned and self._first is _NOWHERE and not is_finite(bucket.flat):
             self._first = first_nonfinite((entry, entry.view) for entry in bucket.entries)
 
     def _announce(self, head: Head) -> Head:

@@ -260,6 +260,7 @@ class Synchronization:
             self.weighting.follow(headers)
             self.scale = self.weighting.scale()
             self._launch_rest()
+            self._session.at(Phase.SYNCHRONIZING)
 
         self._wait(headers)
         outcome, why = self._judge(headers, acts)
@@ -309,7 +310,7 @@ class Synchronization:
         """The buckets in the order in which this rank launched them, or will after its first header."""
         return self._launched or self.bucket_order.buckets
 
-    # Wait
+    # Wait, judge, deliver
 
     def _wait(self, headers: Headers) -> None:
         try:
@@ -331,8 +332,6 @@ class Synchronization:
         for tell in self.listeners.came:
             tell(brought)
 
-    # Judge
-
     def _judge(self, headers: Headers, acts: list[Act | None]) -> tuple[Outcome, str]:
         """Whether the step counts, and what an exception has to say: alike on all ranks."""
         outcome, why = step_outcome(self.lane, self._guard, headers, self._names, self.health_log)
@@ -346,8 +345,6 @@ class Synchronization:
             if act is not None:
                 act()
         return outcome, why
-
-    # Deliver
 
     def _deliver(self, headers: Headers) -> None:
         for hear in self.listeners.averaged:
