@@ -21,7 +21,7 @@ int32, int64 = st.integers(-(2**31), 2**31 - 1), st.integers(-(2**63), 2**63 - 1
 heads = st.builds(
     Head,
     step=int64,
-    schedule=st.integers(0, 2**64 - 1),
+    layout_hash=st.integers(0, 2**64 - 1),
     weight=st.floats(allow_nan=False),
     backwards=int32,
     nonfinite=int32,
@@ -38,7 +38,9 @@ heads = st.builds(
 
 
 def head(**changes: Any) -> Head:
-    usual = Head(step=4, schedule=77, weight=1.0, backwards=1, nonfinite=-1, micro_batches=1, flags=0, digest=bytes(8))
+    usual = Head(
+        step=4, layout_hash=77, weight=1.0, backwards=1, nonfinite=-1, micro_batches=1, flags=0, digest=bytes(8)
+    )
     return usual._replace(**changes)
 
 
@@ -110,7 +112,7 @@ def test_ranks_in_different_steps_are_named_with_both_steps() -> None:
 
 
 def test_buckets_laid_out_differently_are_not_blamed_on_backward_calls() -> None:
-    said = complaint((head(), [U, U]), (head(schedule=78), [U, U]))
+    said = complaint((head(), [U, U]), (head(layout_hash=78), [U, U]))
     assert said.startswith("rank 11 and rank 10 packed their gradients differently in synchronization 4")
     assert "backward" not in said
 

@@ -16,7 +16,7 @@ from gradsync.trace.lines import Health
 
 NAMES = ["0.weight", "0.bias"]
 PLACE = "[rank 4/8 step 7]"
-USUAL = Head(step=7, schedule=1, weight=1.0, backwards=1, nonfinite=-1, micro_batches=1, flags=0, digest=bytes(8))
+USUAL = Head(step=7, layout_hash=1, weight=1.0, backwards=1, nonfinite=-1, micro_batches=1, flags=0, digest=bytes(8))
 SKIP = gs.Guard(nonfinite="skip", max_skips=3)
 
 

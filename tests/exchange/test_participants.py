@@ -14,7 +14,7 @@ import gradsync as gs
 from gradsync.exchange.flat import Form
 from gradsync.exchange.participants import AllRanks, Leaders, Participants, WithinHosts
 from gradsync.exchange.sender import Transit
-from gradsync.transport.groups import BRIDGE, HOUSE
+from gradsync.transport.groups import ACROSS_HOSTS, WITHIN_HOST
 from gradsync.transport.host_meeting import declare_host
 
 
@@ -27,7 +27,7 @@ def channels(across: bool, hosts: str) -> list[str]:
         sync = gs.attach(model, torch.optim.SGD(model.parameters(), 0.1), gs.Plan(compress=compress))
         for _ in range(3):
             model(torch.randn(4, 64)).sum().backward()
-        made = [name for name in (BRIDGE, HOUSE) if name in sync._lane.groups.data]
+        made = [name for name in (ACROSS_HOSTS, WITHIN_HOST) if name in sync._lane.groups.data]
         sync.detach()
         return made
     finally:
@@ -36,7 +36,7 @@ def channels(across: bool, hosts: str) -> list[str]:
 
 def test_channels_across_hosts_are_made_only_for_what_travels_across_hosts_only(run: Any) -> None:
     assert run(channels, False, "ab") == [[], []]
-    assert run(channels, True, "ab") == [[BRIDGE], [BRIDGE]]
+    assert run(channels, True, "ab") == [[ACROSS_HOSTS], [ACROSS_HOSTS]]
 
 
 def take_part(transit: Transit, who: Participants, ranks: list[int]) -> None:
@@ -102,7 +102,7 @@ def be_within_hosts(hosts: str, has_library: bool) -> bool:
         transit.lane.wait(pending)
         assert (pending.bucket, pending.nbytes) == (3, flat.nbytes)
     assert flat.tolist() == [sum(other + 1 for other, host in enumerate(hosts) if host == hosts[rank])] * 5
-    return HOUSE in transit.lane.groups.data
+    return WITHIN_HOST in transit.lane.groups.data
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aab", "abab"])

@@ -54,7 +54,7 @@ class Head(NamedTuple):
     """The fixed part of a header."""
 
     step: int
-    schedule: int  # hash of the agreed bucket layout
+    layout_hash: int  # hash of the agreed bucket layout
     weight: float
     backwards: int  # backward calls since the last synchronization
     nonfinite: int  # index of the first parameter with NaN or Inf, or -1
@@ -183,7 +183,7 @@ def check_headers(headers: Headers, names: list[str], ranks: tuple[int, ...]) ->
                 "they did not call backward equally often; every rank must synchronize in every step "
                 "(for uneven inputs use `with sync.join():`)"
             )
-        if head.schedule != first.schedule:
+        if head.layout_hash != first.layout_hash:
             raise Disagreement(
                 f"rank {ranks[rank]} and rank {ranks[active[0]]} packed their gradients differently in synchronization "
                 f"{head.step}; detach and attach again on every rank, or resume all from the same checkpoint"

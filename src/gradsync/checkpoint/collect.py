@@ -68,7 +68,7 @@ class StateCollector:
     def state(self) -> State:
         """This rank's state. A batch that raised is finished first, as by the others; not while it is handled."""
         if sys.exception() is None and not self._steps.failed:
-            self._steps.aborted.put_right_before_saving()
+            self._steps.dropped_batches.put_right_before_saving()
         return flatten(self._saved())
 
     def state_of_all(self) -> State:
@@ -92,7 +92,7 @@ class StateCollector:
         by_hand = self._steps.unsynchronized > 0 and not held.backwards  # the user's own, and not in the state
         weighed = None if by_hand else self._synchronization.weighting.state()
         num_hidden = len(held.hidden) + held.num_shown
-        aborted = self._steps.aborted.spoiled if held.backwards else 0
+        aborted = self._steps.dropped_batches.spoiled if held.backwards else 0
         part = OwnState(kept.residuals, held.hidden, num_hidden, weighed, pace.own, int(aborted))
         mark = {f"{self._kind}.apart": torch.tensor(int(self._pace.replicas_differ), device="cpu")}
         stored = pace.shared if self._pace.engine_averages else pace.shared | mark
@@ -129,8 +129,8 @@ class StateCollector:
         self._synchronization.continue_window(held.backwards, set(held.hidden))
         self._pace.resume_window(held)
         self._synchronization.weighting.continue_at(shared.unit, parts[0].weight if window_continues else None)
-        self._steps.aborted.step_ends(spoiled=Flag(parts[0].aborted if window_continues else 0))
-        self._steps.aborted.retries.another_batch()
+        self._steps.dropped_batches.step_ends(spoiled=Flag(parts[0].aborted if window_continues else 0))
+        self._steps.dropped_batches.retries.another_batch()
         self._lane.session.continue_at(shared.step)
 
     def _changes(self, taken: SavedRunState, window_continues: bool) -> Iterator[str]:

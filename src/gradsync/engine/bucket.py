@@ -283,7 +283,7 @@ class Layout:
         self.buckets = [Bucket(i, group, i >= len(groups), c) for i, (group, c) in enumerate(groups + late)]
         self.indices = frozenset(entry.index for entry in entries)
         self.marks = tuple(bucket.mark for bucket in self.buckets)
-        self.schedule = zlib.crc32(b"".join(self.marks))
+        self.layout_hash = zlib.crc32(b"".join(self.marks))
 
     @property
     def forms(self) -> list[Form]:

@@ -96,7 +96,7 @@ class BucketOrder:
             self._sender.prepare([bucket.flat_bucket for bucket in self._layout.buckets], compress=self.learned)
         self.buckets: list[Bucket] = self._layout.buckets
         self.bucket_marks = self._layout.marks  # by which each is known, in the order in which they were laid out
-        self.schedule = self._layout.schedule  # a number that is equal on two ranks iff their buckets are
+        self.layout_hash = self._layout.layout_hash  # a number that is equal on two ranks iff their buckets are
         # Those without a bucket: frozen now, or sparse.
         self.apart = [entry for entry in self._entries if entry.bucket is None]
         if not self._idle:

@@ -249,7 +249,7 @@ class DroppedBatches:
         _awaiting.discard(self._steps)
         if accumulates and _awaiting:
             for other in list(_awaiting):
-                if other in _awaiting and other.aborted.is_reached():
+                if other in _awaiting and other.dropped_batches.is_reached():
                     other.backward_begins()
 
     def is_reached(self) -> bool:

@@ -105,16 +105,16 @@ class GradSync:
         self._refuse_unless_averaging("set_batch_weight()", "scale the loss instead")
         if self.plan.combine == "sum":
             raise ValueError('batch weights need combine="mean"; with "sum" scale the loss instead')
-        self._steps.aborted.put_right_before_weight()
-        if self._steps.aborted.retries.inside:  # what is tried again comes to nothing
+        self._steps.dropped_batches.put_right_before_weight()
+        if self._steps.dropped_batches.retries.inside:  # what is tried again comes to nothing
             return
-        if self._steps.in_micro_batch and not self._steps.aborted.spoiled:
+        if self._steps.in_micro_batch and not self._steps.dropped_batches.spoiled:
             raise GradSyncError(
                 f"{self._lane.place()} set_batch_weight() came after the micro-batch's first backward; "
                 "call it before, since gradients are already on their way"
             )
         self._synchronization.micro.set_weight(value, self._steps.pace.micro_batches, self._synchronization.backwards)
-        self._steps.aborted.weight_comes(value)
+        self._steps.dropped_batches.weight_comes(value)
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -139,7 +139,7 @@ class GradSync:
     def _shadow(self, last: list[int]) -> None:
         """Keep the others company until all have left; `last` becomes those that were active last, if this saw any."""
         steps = self._steps
-        steps.aborted.put_right()
+        steps.dropped_batches.put_right()
         if steps.pace.backwards or steps.unsynchronized:
             window = f"{steps.pace.micro_batches} micro-batches of a short last window"
             warnings.warn(
@@ -199,7 +199,7 @@ class GradSync:
         for x, y in sync.data(loader):
         """
         tracing = self._steps.tracing
-        return Batches(iter(batches), self._steps.aborted, None if tracing is None else tracing.tracer)
+        return Batches(iter(batches), self._steps.dropped_batches, None if tracing is None else tracing.tracer)
 
     def drain(self) -> bool:
         """Bring to an end what is under way, on every rank; True if `.grad` holds something for one more step.
@@ -212,7 +212,7 @@ class GradSync:
                 optimizer.zero_grad()
         """
         self._refuse_if_detached()
-        self._steps.aborted.put_right()
+        self._steps.dropped_batches.put_right()
         self._steps.step_counts.backward_ended()  # the next step() missed nothing
         self._steps.step_counts.begin_anew()
         if not self._steps.pace.engine_averages:
@@ -242,7 +242,7 @@ class GradSync:
     @property
     def dropped(self) -> bool:
         """Whether the last synchronization came to nothing on every rank: a NaN, or a backward that raised."""
-        return self._steps.aborted.drops or self._synchronization.dropped or self._steps.pace.dropped
+        return self._steps.dropped_batches.drops or self._synchronization.dropped or self._steps.pace.dropped
 
     def stats(self) -> dict[str, float | int | str | None]:
         """What the last steps cost: medians, as a flat dict; docs/stats.md explains each key."""

@@ -30,7 +30,7 @@ class Brought(NamedTuple):
     step: int
     in_flight: list[Pending]  # in the order in which they left
     buckets: list[Bucket]  # as they are laid out; the next synchronization may have others
-    schedule: int  # which is equal as long as they are
+    layout_hash: int  # which is equal as long as they are
     held_up_by: str | None  # the parameter for which full buckets had to wait
 
 

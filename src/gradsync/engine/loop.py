@@ -50,7 +50,7 @@ class Steps(RankCalls):
         self.unsynchronized = 0  # backwards under no_sync() since the last one outside of it
         self.number = next(_numbers)  # the same on every rank that has several
         self._entries = engine.synchronization.entries
-        self.aborted = DroppedBatches(self)
+        self.dropped_batches = DroppedBatches(self)
         self.under_way: Iterator[None] | None = None  # the synchronization that was launched
         self._late_hooks = LateHooks()
         self.step_counts = StepCounts(optimizers)
@@ -61,7 +61,7 @@ class Steps(RankCalls):
         )
         self._lock = threading.Lock()  # autograd has a thread per device, and each may bring the first gradient
         # One rank alone has nothing to hear of: it costs nothing.
-        self._hooks = Hooks(self, model, optimizers, self.user_hooks, self.aborted) if listens else None
+        self._hooks = Hooks(self, model, optimizers, self.user_hooks, self.dropped_batches) if listens else None
         if self._hooks is not None:
             self._hooks.listen(self._entries)
             self.user_hooks.take_over_optimizers()
@@ -79,8 +79,8 @@ class Steps(RankCalls):
         """A forward with gradients starts: put right what was aborted, notice changes, vote."""
         if DistributedDataParallel._active_ddp_module is not None:
             check_wrapper()
-        self.aborted.put_right_before_forward()
-        if self.aborted.retries.under_way:
+        self.dropped_batches.put_right_before_forward()
+        if self.dropped_batches.retries.under_way:
             return
         self._notice_changes()
         self._before_batch()
@@ -89,7 +89,7 @@ class Steps(RankCalls):
                 self._paced.before_forward()
         for tell in self.listeners.forward_begins:
             tell()
-        self.aborted.forward_ran()
+        self.dropped_batches.forward_ran()
 
     def backward_begins(self) -> None:
         """The gradient of the model's output is known: backward has begun."""
@@ -115,7 +115,7 @@ class Steps(RankCalls):
         """`optimizer.step()` is called; with a closure its backward is still to come."""
         if self.user_hooks.delivering:  # by a hook, which applies what was brought
             return
-        self.aborted.put_right_before(optimizer)
+        self.dropped_batches.put_right_before(optimizer)
         self._model_changes.check_optimizer(optimizer)
         self._notice_changes(unheard=True)
         if not closure:
@@ -132,7 +132,7 @@ class Steps(RankCalls):
             return
         for tell in self.listeners.optimizer_ends:
             tell()
-        self.aborted.retries.ended()
+        self.dropped_batches.retries.ended()
         self.step_counts.step_ended()
         if self._paced.after_step is not None:
             with self.failing():
@@ -140,7 +140,7 @@ class Steps(RankCalls):
 
     def _before_update(self, optimizer: Optimizer) -> None:
         """Take part in a synchronization that this rank's backward missed; then `.grad` is applied."""
-        self.aborted.end_window()
+        self.dropped_batches.end_window()
         if self.unsynchronized:
             raise loop_errors.local_step(self._lane.place())
         if self._paced.before_step is not None:
@@ -168,8 +168,8 @@ class Steps(RankCalls):
         """`known`: from the model's output, before any gradient."""
         if self._lane.session.failed is not None:
             self.refuse_if_failed()
-        self.aborted.another_backward()
-        if self.aborted.begins_aside():
+        self.dropped_batches.another_backward()
+        if self.dropped_batches.begins_aside():
             return
         self._before_batch()  # usually before forward already
         if APPLY_IN_BACKWARD in sys.modules:
@@ -188,7 +188,7 @@ class Steps(RankCalls):
         for tell in self.listeners.backward_begins:
             tell()
         queue_callback(end)
-        self.aborted.backward_begun(self.backward.accumulates)
+        self.dropped_batches.backward_begun(self.backward.accumulates)
 
     def _first_arrival(self) -> bool:
         """A first gradient of a backward, or a second one of a parameter, has come; False if it does not count."""
@@ -244,13 +244,13 @@ class Steps(RankCalls):
     def end_of_backwards(self, count: int, synchronize: Callable[[int], None]) -> None:
         """A micro-batch of this rank has ended, or what counts as one. `synchronize` gets the number in the mean."""
         synchronizes = False
-        self.aborted.window_ends(self.unsynchronized)
+        self.dropped_batches.window_ends(self.unsynchronized)
         self.unsynchronized = 0  # what no_sync() added up is in this backward's gradients
         try:
-            synchronizes = self.pace.after_backward(count, self.aborted.spoiled)
+            synchronizes = self.pace.after_backward(count, self.dropped_batches.spoiled)
             micro_batches = self.pace.micro_batches if synchronizes else 0
             if self.user_hooks.by_parameter:
-                self.user_hooks.expect(self.pace, self.synchronization.marks, bool(self.aborted.spoiled))
+                self.user_hooks.expect(self.pace, self.synchronization.marks, bool(self.dropped_batches.spoiled))
         except BaseException as error:
             self.give_up(error)
             raise
@@ -268,7 +268,7 @@ class Steps(RankCalls):
     def launch(self, micro_batches: int, flags: Flag = Flag.NONE) -> None:
         """What has not left yet leaves, and the header; nothing waits."""
         steps, source = self.step_counts.steps(), self.active[0] if self.active else 0
-        under_way = self.synchronization.synchronize(micro_batches, flags | self.aborted.spoiled, source, steps)
+        under_way = self.synchronization.synchronize(micro_batches, flags | self.dropped_batches.spoiled, source, steps)
         try:
             next(under_way)
         except BaseException as error:
@@ -307,7 +307,7 @@ class Steps(RankCalls):
 
     def _step_ends(self) -> None:
         self.unsynchronized = 0
-        self.aborted.step_ends()
+        self.dropped_batches.step_ends()
         self.active = None
 
     # Small things
@@ -349,7 +349,7 @@ class Steps(RankCalls):
 
     def close(self) -> None:
         """Take the hooks off."""
-        self.aborted.forget()
+        self.dropped_batches.forget()
         several_models.forget(self)
         if self._hooks is not None:
             self._hooks.remove()

@@ -47,7 +47,7 @@ class ScaledSteps:
 
     def before(self, optimizer: Optimizer) -> None:
         """It looks for gradients: a synchronization that this rank's backward missed comes first."""
-        self._steps.aborted.put_right_before(optimizer)
+        self._steps.dropped_batches.put_right_before(optimizer)
         if self._steps.step_counts.missed(optimizer):
             self._steps.take_part(optimizer)
             self._steps.step_counts.is_next(optimizer)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class RankCalls(ABC):
     """The part of `Steps` that is not in the way of a step."""
 
-    aborted: DroppedBatches
+    dropped_batches: DroppedBatches
     user_hooks: UserHooks
     unsynchronized: int
 
@@ -148,8 +148,8 @@ class RankCalls(ABC):
             self._lane.session.give_up(aside)  # what is under way may never end
             raise aside
         if call is not Call.VOTE:  # before a vote that was done
-            self.aborted.put_right()
-            self.aborted.end_window()
+            self.dropped_batches.put_right()
+            self.dropped_batches.end_window()
         if call is not Call.DETACH:
             self.border()
         with self.failing():
@@ -188,7 +188,7 @@ class RankCalls(ABC):
 
     def drain_pace(self) -> bool:
         """Have the pace bring to an end what is under way, backwards under no_sync() among it."""
-        self.aborted.end_window()
+        self.dropped_batches.end_window()
         if self.unsynchronized and self.pace.replicas_differ:
             raise loop_errors.local_drain(self._lane.place())
         with self.failing():

@@ -73,7 +73,7 @@ def before_batch(steps: Steps, mates_first: bool = True) -> None:
         if mates_first:
             for each in mates:
                 if each is not steps and (each.active is not None or not each.joining):
-                    each.aborted.put_right_as_mate()
+                    each.dropped_batches.put_right_as_mate()
         for each in mates:
             if each is steps or each.is_due():
                 each.border()

@@ -280,14 +280,14 @@ class Synchronization:
     # Header
 
     def _head(self, micro_batches: int, flags: Flag, num_steps: int) -> Head:
-        learned, schedule = self.bucket_order.learned, self.bucket_order.schedule
+        learned, layout_hash = self.bucket_order.learned, self.bucket_order.layout_hash
         for entry in self.bucket_order.apart if learned else self.entries:
             if entry.param.grad is not None and entry.param.grad.is_sparse:
                 self.marks[entry.index] |= Mark.SPARSE
         weight, flags = self.weighting.announced(flags, micro_batches)
-        order = schedule if learned and not self._astray else zlib.crc32(b"".join(b.mark for b in self._leaving()))
+        order = layout_hash if learned and not self._astray else zlib.crc32(b"".join(b.mark for b in self._leaving()))
         head = Head(
-            self._session.step, schedule, weight, self.backwards, -1, micro_batches, flags, NO_DIGEST, order=order,
+            self._session.step, layout_hash, weight, self.backwards, -1, micro_batches, flags, NO_DIGEST, order=order,
             num_steps=num_steps,
         )  # fmt: skip
         for write in self.listeners.announce:
@@ -328,7 +328,7 @@ class Synchronization:
                 f"{self.lane.place()} the ranks of this host came to different sums: {'; '.join(error.labels)}"
             ) from None
         order = self.bucket_order
-        brought = Brought(self._session.step, self._in_flight, order.buckets, order.schedule, self._held_up_by)
+        brought = Brought(self._session.step, self._in_flight, order.buckets, order.layout_hash, self._held_up_by)
         for tell in self.listeners.came:
             tell(brought)
 

@@ -31,7 +31,7 @@ class SyncTimeline:
         self._trips: list[BucketMoments] = []  # of the one under way
         self._num_left = self._num_waited = 0
         self._detailed = False
-        self._schedule: int | None = None  # of the layout
+        self._layout_hash: int | None = None  # of the layout
         listeners.add(
             backward_begins=self._backward_begins,
             filled=self._filled,
@@ -93,8 +93,8 @@ class SyncTimeline:
         flat_buckets = [bucket.flat_bucket for bucket in brought.buckets]
         sent = [self._sender.sent_nbytes(flat_bucket, brought.step) for flat_bucket in flat_buckets]
         self.sent_nbytes = round(sum(sent))
-        if brought.schedule != self._schedule:
-            self._schedule = brought.schedule
+        if brought.layout_hash != self._layout_hash:
+            self._layout_hash = brought.layout_hash
             self.raw_nbytes = sum(flat_bucket.raw_nbytes for flat_bucket in flat_buckets)
             self.layout = BucketLayout(brought.step, [_plan(bucket) for bucket in brought.buckets])
 

@@ -22,7 +22,7 @@ from gradsync.exchange.flat import Form
 from gradsync.exchange.pinned import PinnedRoute
 from gradsync.exchange.routes import Bounds, SharedRoute, share_blocks
 from gradsync.kernels.library import OpKind
-from gradsync.transport.groups import BRIDGE, HOUSE, Channel
+from gradsync.transport.groups import ACROSS_HOSTS, WITHIN_HOST, Channel
 from gradsync.transport.lane import Lane
 from gradsync.transport.pending import Collective, Pending
 from gradsync.transport.shared_memory import Team, label_of
@@ -117,12 +117,12 @@ class Leaders:
         """Make their channel, if it is not there; every rank of the group calls this at once."""
         if not self._open:
             mine = self._firsts if self.rank >= 0 else []
-            self._lane.groups.add_part(self._parent, BRIDGE, mine, self._device_type, self._timeout)
+            self._lane.groups.add_part(self._parent, ACROSS_HOSTS, mine, self._device_type, self._timeout)
             self._open = True
 
     @property
     def _bridge(self) -> Channel:
-        return self._lane.groups.data[BRIDGE]
+        return self._lane.groups.data[ACROSS_HOSTS]
 
     def sum(self, flat: torch.Tensor, bucket: int) -> Pending:
         issue = self._bridge.sum(flat)
@@ -192,7 +192,7 @@ class WithinHosts:
     def open(self) -> None:
         """Make their channel, if they need one and it is not there; every rank of the group calls this at once."""
         if not self._open:
-            self._lane.groups.add_part(self._parent, HOUSE, list(self._members), self._device_type, self._timeout)
+            self._lane.groups.add_part(self._parent, WITHIN_HOST, list(self._members), self._device_type, self._timeout)
             self._open = True
 
     def sum(self, flat: torch.Tensor, bucket: int) -> Pending | None:
@@ -201,6 +201,6 @@ class WithinHosts:
             return None
         if flat.device.type in self._routes:
             return self._routes[flat.device.type].launch(flat, bucket)
-        channel = self._lane.groups.data[HOUSE]
+        channel = self._lane.groups.data[WITHIN_HOST]
         nbytes = flat.numel() * flat.element_size()
         return self._lane.follow(Collective(channel.sum(flat), f"bucket {bucket}", nbytes, bucket, channel.on_host))

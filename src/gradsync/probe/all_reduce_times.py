@@ -16,7 +16,7 @@ import torch
 
 from gradsync.exchange.routes import SharedRoute
 from gradsync.probe.probe_group import ProbeGroup
-from gradsync.transport.groups import BRIDGE, HOUSE
+from gradsync.transport.groups import ACROSS_HOSTS, WITHIN_HOST
 from gradsync.transport.pending import LaneTask
 from gradsync.transport.shared_memory import Team
 
@@ -112,12 +112,12 @@ class SharedMemorySums:
 def across(group: ProbeGroup) -> BackendSums:
     """One rank of each host."""
     firsts = tuple(host[0] for host in group.hosts)
-    return BackendSums(group, BRIDGE, [firsts], "the measurement of the links between hosts")
+    return BackendSums(group, ACROSS_HOSTS, [firsts], "the measurement of the links between hosts")
 
 
 def inside(group: ProbeGroup) -> BackendSums:
     """The ranks of each host, without shared memory."""
-    return BackendSums(group, HOUSE, group.full_hosts, "the measurement of the links inside hosts")
+    return BackendSums(group, WITHIN_HOST, group.full_hosts, "the measurement of the links inside hosts")
 
 
 def sweep(group: ProbeGroup, caller: Caller) -> list[TimedCall]:

@@ -19,7 +19,7 @@ from gradsync.cluster import Hosts
 from gradsync.errors import GradSyncError
 from gradsync.exchange.pinned import HOST, travel_device
 from gradsync.plan.guard import Guard
-from gradsync.transport.groups import BRIDGE, HOUSE, MESSAGES, group_timeout, is_on_host
+from gradsync.transport.groups import ACROSS_HOSTS, MESSAGES, WITHIN_HOST, group_timeout, is_on_host
 from gradsync.transport.lane import NET_S, open_lane
 
 _PATIENCE_S = 120.0
@@ -42,8 +42,10 @@ class ProbeGroup:
         self.wire = travel_device(self.device, self.on_host)
         firsts = [host[0] for host in lane.hosts]
         lane.groups.add_data(parent, [self.wire.type, MESSAGES], timeout + NET_S)
-        lane.groups.add_part(parent, HOUSE, list(self.host), self.wire.type, timeout + NET_S)
-        lane.groups.add_part(parent, BRIDGE, firsts if self.rank in firsts else [], self.wire.type, timeout + NET_S)
+        lane.groups.add_part(parent, WITHIN_HOST, list(self.host), self.wire.type, timeout + NET_S)
+        lane.groups.add_part(
+            parent, ACROSS_HOSTS, firsts if self.rank in firsts else [], self.wire.type, timeout + NET_S
+        )
         self._names = [name.rstrip(b"\0").decode(errors="replace") for name in self._tell_names()]
 
     # Who

@@ -46,7 +46,7 @@ from torch._C._distributed_c10d import (
 from gradsync.transport.connecting import Attempt, PolledStore
 from gradsync.transport.sockets import connections
 
-MESSAGES, HOUSE, BRIDGE = "messages", "house", "bridge"
+MESSAGES, WITHIN_HOST, ACROSS_HOSTS = "messages", "within_host", "across_hosts"
 _NEVER = timedelta(seconds=1e7)  # more overflows its clock; see [Gloo's own time-out]
 
 T = TypeVar("T")
@@ -134,8 +134,8 @@ class Groups:
     """One gloo channel for control, one channel per device type for data, and who we are in them.
 
     Among the data channels `MESSAGES` is one for sends and receives alone: the lane's thread uses it, while
-    other threads issue collectives on the others. `HOUSE` is one among the ranks of each host, `BRIDGE` one among
-    the first ranks of all hosts.
+    other threads issue collectives on the others. `WITHIN_HOST` is one among the ranks of each host, `ACROSS_HOSTS`
+    one among the first ranks of all hosts.
     """
 
     rank: int  # index in the group
