@@ -9,7 +9,7 @@ forward until `optimizer.step()` has returned, with the profiler that Python has
 
     module      a file under src/gradsync in which a function ran on the training thread
     call        a function of ours that ran there; comprehensions are part of the function in which they stand, and a
-                generator that goes on is not called anew
+                generator that goes on is not called anew: it is shown, and not counted
     change      between two calls after each other, the folder under src/gradsync is another one
     hop         a call from one module into another: what the page shows, indented by who called
 
@@ -87,6 +87,7 @@ class Call(NamedTuple):
     depth: int  # how many functions of ours were under way
     module: str
     function: str
+    begins: bool = True  # False: a generator goes on, which is shown but not counted
 
 
 class Walk(NamedTuple):
@@ -129,11 +130,14 @@ class Recorder:
         return Walk(self._calls[threading.get_ident()], [calls for calls in beside if calls])
 
     def _heard(self, frame: FrameType, event: str, _: Any) -> None:
-        if self.on and event == "call" and self._counts(frame) and self._is_begun(frame):
-            code = frame.f_code
+        if not self.on or event != "call" or not self._counts(frame):
+            return
+        code, begins = frame.f_code, self._is_begun(frame)
+        caller = next((each for each in _callers(frame) if self._counts(each)), frame)
+        goes_on = caller.f_code.co_filename != code.co_filename and not code.co_name.startswith("_")
+        if begins or goes_on:
             depth = sum(map(self._counts, _callers(frame)))
-            call = Call(self.phase, depth, _module(code), code.co_qualname)
-            self._calls[threading.get_ident()].append(call)
+            self._calls[threading.get_ident()].append(Call(self.phase, depth, _module(code), code.co_qualname, begins))
 
     def _counts(self, frame: FrameType) -> bool:
         code = frame.f_code
@@ -256,12 +260,14 @@ class Numbers(NamedTuple):
 
 def numbers(walk: Walk) -> Numbers:
     """What the page's table says of the training thread."""
-    return Numbers(len({call.module for call in walk.calls}), len(walk.calls), len(changes(walk)))
+    calls = [call for call in walk.calls if call.begins]
+    return Numbers(len({call.module for call in calls}), len(calls), len(changes(walk)))
 
 
 def changes(walk: Walk) -> list[str]:
     """From which folder to which, wherever two calls after each other lie in different ones."""
-    folders = [PurePosixPath("gradsync", call.module).parent.parts[:2][-1] for call in walk.calls]
+    calls = [call for call in walk.calls if call.begins]
+    folders = [PurePosixPath("gradsync", call.module).parent.parts[:2][-1] for call in calls]
     return [f"{before} → {after}" for before, after in pairwise(folders) if before != after]
 
 
@@ -281,7 +287,8 @@ def hops(calls: Iterable[Call]) -> tuple[Hop, ...]:
         while left and left[0].depth >= depth:
             call = left.popleft()
             inside = below(call.depth + 1, call.module)
-            found += inside if call.module == module else [Hop(f"{call.module}: {call.function}", inside)]
+            text = f"{call.module}: {call.function}" + ("" if call.begins else ", which goes on")
+            found += inside if call.module == module else [Hop(text, inside)]
         return tuple(found)
 
     return below(0, "")
@@ -320,7 +327,7 @@ def walks(scenes: Sequence[Scene] = SCENES, context: ForkServerContext | None = 
 def count(walk: Walk) -> str:
     """Numbers, then the calls in each module, and how often each change is made."""
     found = numbers(walk)
-    by_module = Counter(call.module for call in walk.calls)
+    by_module = Counter(call.module for call in walk.calls if call.begins)
     text = [f"{found.modules} modules, {found.calls} calls, {found.changes} changes of folder"]
     for counted in (by_module, Counter(changes(walk))):
         text += ["", *(f"{times:5d}  {what}" for what, times in counted.most_common())]
