@@ -6,13 +6,17 @@ STAMP  := $(VENV)/.installed
 # Where this says not to keep bytecode, every process compiles PyTorch's sources anew: two seconds each, in a thousand starts.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint docs package bench clean
+.PHONY: demo test test-gpu lint docs package bench clean
 
 demo: $(STAMP)
 	$(BIN)/gradsync demo $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# On a machine with a GPU, or with several: ranks share them over NCCL.
+test-gpu: $(STAMP)
+	PYTHON=$(BIN)/python tests/gpu $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks examples docs/*.py

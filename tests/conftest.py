@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
 from gradsync.launch.spawn import RankPool
+from nccl_ranks import NcclRanks
 from netlab.fixture import fork_server, lab  # noqa: F401  # for every folder
+from on_gpu import on_gpu
 
 Run = Callable[..., list[Any]]
 
@@ -48,12 +51,52 @@ def pool(warm: ForkServerContext) -> Iterator[RankPool]:
         yield ranks
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nccl", action="store_true", help="run every test's ranks on GPUs, over NCCL")
+
+
 @pytest.fixture
-def run(pool: RankPool) -> Run:
+def run(request: pytest.FixtureRequest) -> Run:
     """`run(fn, *args, ranks=2)`: each rank's value of `fn(*args)`; every rank's traceback if one fails."""
+    if request.config.getoption("--nccl"):
+        over_nccl = request.getfixturevalue("nccl")
+        return lambda fn, *args, **options: over_nccl(on_gpu, fn, *args, **options)
+    pool: RankPool = request.getfixturevalue("pool")
 
     def run_ranks(fn: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 60) -> list[Any]:
         return pool.run(fn, *args, ranks=ranks, timeout=timeout)
+
+    return run_ranks
+
+
+@pytest.fixture(scope="session")
+def nccl_ranks() -> Iterator[NcclRanks]:
+    """Four processes over NCCL, on as many GPUs as there are."""
+    ranks = NcclRanks()
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def nccl(nccl_ranks: NcclRanks) -> Run:
+    """`nccl(fn, *args, ranks=2)`: as `run`, over NCCL with a GPU for each rank, shared where there are fewer."""
+    if not torch.cuda.is_available():
+        pytest.skip("There is no GPU on this machine.")
+    return nccl_ranks.run
+
+
+@pytest.fixture
+def nccl_alone() -> Run:
+    """`nccl_alone(fn, *args, ranks=2)`: how each of fresh ranks over NCCL ended, any of which may be killed.
+
+    They share the GPU in time slices: a kill would make MPS unusable for everybody.
+    """
+    if not torch.cuda.is_available():
+        pytest.skip("There is no GPU on this machine.")
+
+    def run_ranks(fn: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 60) -> list[Any]:
+        with RankPool(ranks, threads=1, nccl=True) as fresh:
+            return fresh.outcomes(fn, *args, timeout=timeout)
 
     return run_ranks
 
@@ -64,7 +107,7 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     threads, children, shm = _threads(), _children(), _shared_memory()
     yield
     pool_children = set()
-    if "pool" in request.fixturenames:
+    if {"pool", "nccl_ranks"} & set(request.fixturenames):
         pool_children = {child.pid for child in multiprocessing.active_children()}
     assert _threads() <= threads, f"threads left behind: {_threads() - threads}"
     assert _children() - children <= pool_children, f"processes left behind: {_children() - children - pool_children}"
@@ -86,10 +129,11 @@ def _threads() -> set[str]:
 
 
 def _children() -> set[int]:
-    """The resource tracker and the fork server live as long as Python; what the fork server started is ours."""
+    """The resource tracker, the fork server and MPS live as long as Python; what the fork server started is ours."""
     commands = {pid: command for pid in _children_of("self") if (command := _command(pid)) is not None}
     servers = {pid for pid, command in commands.items() if b"multiprocessing.forkserver" in command}
-    trackers = {pid for pid, command in commands.items() if b"resource_tracker" in command}
+    helpers = (b"resource_tracker", b"nvidia-cuda-mps-control")
+    trackers = {pid for pid, command in commands.items() if any(name in command for name in helpers)}
     return (set(commands) - servers - trackers).union(*(_children_of(pid) for pid in servers))
 
 

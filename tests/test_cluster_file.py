@@ -168,7 +168,7 @@ def test_a_file_that_is_no_cluster_is_refused_by_name(case: str, tmp_path: Path)
 
 
 def test_a_file_that_is_not_there_says_so(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"\.toml cannot be read \(No such file or directory\); pass "):
         Cluster.load(tmp_path / "cluster.toml")
 
 

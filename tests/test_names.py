@@ -45,3 +45,8 @@ def test_classes_have_names_of_their_own() -> None:
     known = CLASSES.keys() | YET
     assert found.keys() <= known, {name: where for name, where in found.items() if name not in known}
     assert known <= found.keys(), f"no longer twice, so take it off the list: {known - found.keys()}"
+
+
+def test_files_can_be_read_in_one_sitting() -> None:
+    long = {str(path.relative_to(SOURCE)): len(path.read_text().splitlines()) for path in SOURCE.rglob("*.py")}
+    assert {name: lines for name, lines in long.items() if lines >= 400} == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,28 @@ def test_a_file_that_is_no_toml_is_named(content: bytes, tmp_path: Path) -> None
     (tmp_path / "t.toml").write_bytes(content)
     with pytest.raises(ValueError, match=r"t\.toml is not a TOML file"):
         tables.read(tmp_path / "t.toml")
+
+
+def test_a_file_that_cannot_be_read_is_told_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "closed").write_text("")
+    (tmp_path / "closed").chmod(0)
+    refused: list[tuple[str, type[OSError], str]] = [
+        ("nope.toml", FileNotFoundError, "No such file or directory"),
+        ("closed/nope.toml", NotADirectoryError, "Not a directory"),
+        ("folder", OSError, "it is a folder, not a regular file"),
+        ("pipe", OSError, "it is a pipe (FIFO), not a regular file"),
+    ]
+    if not os.access(tmp_path / "closed", os.R_OK):
+        refused.append(("closed", PermissionError, "Permission denied"))
+    for name, kind, why in refused:
+        path = tmp_path / name
+        with pytest.raises(OSError) as caught:
+            tables.read(path)
+        assert type(caught.value) is kind
+        assert str(caught.value) == f"{path} cannot be read ({why}); pass the path of a TOML file that save() wrote"
+        assert caught.value.strerror == why
 
 
 def test_a_wrong_field_is_told_the_near_one() -> None:

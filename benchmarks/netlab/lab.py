@@ -119,19 +119,20 @@ class Lab:
         timeout: float = 60,
         check: bool = True,
         echo: Echo | None = None,
+        share_gpus: bool = False,
     ) -> list[Ended]:
         """Run `command` once per rank, with torchrun's environment, and return how each ended.
 
         `env` is added to this process's environment. If a rank fails the others get a while to fail too, then
         `RankFailed` shows every rank's output; with `check=False` a failure is returned like a success. After `timeout`
         seconds whoever still runs is ended, and `RankFailed` shows where it was. `echo(rank, line)` sees output as it
-        comes.
+        comes. With `share_gpus` NCCL serves ranks on GPUs, several on one too, through the link; in time slices.
         """
 
         def prepare(rank: int, init: int, full: dict[str, str]) -> Start:
             return launch([*_PYTHON, _ENTER, str(init), *command], full, [])
 
-        return self._run(prepare, rank_places(self.hosts, ranks_per_host), env, timeout, check, echo)
+        return self._run(prepare, rank_places(self.hosts, ranks_per_host), env, timeout, check, echo, share_gpus)
 
     def spawn(
         self,
@@ -140,10 +141,11 @@ class Lab:
         *args: Any,
         env: dict[str, str] | None = None,
         timeout: float = 60,
+        share_gpus: bool = False,
     ) -> list[Any]:
         """Each rank's value of `fn(*args)`, in new processes that import `fn` by name; arguments and values are JSON.
 
-        There is no group yet when `fn` starts: it calls `gs.init()`.
+        There is no group yet when `fn` starts: it calls `gs.init()`. `share_gpus` is that of `run`.
         """
         module, name = fn.__module__, fn.__qualname__
         if module == "__main__" or "." in name or "<" in name:
@@ -163,7 +165,7 @@ class Lab:
             return launch([*_PYTHON, _ENTER, str(init), *command], full, [value])
 
         try:
-            self._run(prepare, places, env, timeout, check=True, echo=None)
+            self._run(prepare, places, env, timeout, check=True, echo=None, share_gpus=share_gpus)
             return [json.loads(os.pread(fd, os.fstat(fd).st_size, 0)) for fd in values]
         finally:
             for fd in values:
@@ -203,6 +205,7 @@ class Lab:
         timeout: float,
         check: bool,
         echo: Echo | None,
+        share_gpus: bool,
     ) -> list[Ended]:
         if not self.inits:
             raise ValueError("the lab is not open: use it in a `with` statement")
@@ -210,7 +213,7 @@ class Lab:
         members: list[RankProcess] = []
         try:
             for place in places:
-                full = environment(place, len(places), self.hosts, self._runs, env or {})
+                full = environment(place, len(places), self.hosts, self._runs, env or {}, share_gpus)
                 members.append(RankProcess(place.rank, place.host, prepare(place.rank, self.inits[place.host], full)))
             late = follow(members, timeout, GRACE_S if check else timeout, echo)
             ended = [member.result() for member in members]

@@ -72,6 +72,9 @@ def _parser() -> Parser:
     parser.add_argument(
         "--burst", type=int, help="bytes that leave at full speed after a pause (1 ms, at least 131072)"
     )
+    parser.add_argument(
+        "--share-gpus", action="store_true", help="ranks on GPUs over NCCL, several on one where there are more ranks"
+    )
     parser.add_argument("--timeout", type=float, default=3600, help="seconds until the ranks are ended (3600)")
     parser.add_argument("--measure", action="store_true", help="no command: print the latency and bandwidth of a link")
     parser.add_argument("--out", type=Path, help="with --measure: a JSON file that also takes the samples")
@@ -86,6 +89,7 @@ def _train(lab: Lab, options: argparse.Namespace) -> int:
             options.command,
             ranks_per_host=options.ranks,
             timeout=options.timeout,
+            share_gpus=options.share_gpus,
             echo=lambda rank, line: print(f"[host{rank // options.ranks} rank {rank}] {line}", flush=True),
         )
     finally:

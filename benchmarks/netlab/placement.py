@@ -36,9 +36,15 @@ def rank_places(hosts: int, ranks_per_host: int | Sequence[int]) -> list[RankPla
     return [RankPlace(rank, *seat) for rank, seat in enumerate(places)]
 
 
-def environment(place: RankPlace, size: int, hosts: int, run: int, extra: dict[str, str]) -> dict[str, str]:
-    """This process's environment and `extra`, with one thread per rank, less what a torchrun around us said."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+def environment(
+    place: RankPlace, size: int, hosts: int, run: int, extra: dict[str, str], share_gpus: bool = False
+) -> dict[str, str]:
+    """This process's environment and `extra`, with one thread per rank, less what a torchrun around us said.
+
+    Nor with MPS, which serves no client in another process namespace. With `share_gpus` NCCL takes each rank for a
+    host, so that several may be on one GPU, and sends through the host's link, whoever makes the group.
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "CUDA_MPS_"))}
     habits = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
     told = {
         "RANK": place.rank,
@@ -51,4 +57,11 @@ def environment(place: RankPlace, size: int, hosts: int, run: int, extra: dict[s
         "MASTER_PORT": _FIRST_PORT + run,
         "GLOO_SOCKET_IFNAME": INTERFACE,
     }
+    if share_gpus:
+        told |= {
+            "GRADSYNC_SHARE_GPUS": 1,
+            "NCCL_HOSTID": f"gradsync-rank-{place.rank}",
+            "NCCL_IB_DISABLE": 1,
+            "NCCL_SOCKET_IFNAME": f"={INTERFACE}",
+        }
     return kept | habits | extra | {name: str(value) for name, value in told.items()}

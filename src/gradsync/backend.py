@@ -11,7 +11,7 @@ else, and everything across hosts, is gloo's. A rank that dies is named by `gs.P
           ├ calls     what torch asks for, as operations of the team
           ├ queue     does them in shared memory, in order, by the caller or by a thread of C
           ├ works     what is handed back: wait, is_completed, get_future
-          └ gloo      all the rest, with the dead named (`gloo_errors`)
+          └ gloo      all the rest, with the dead named (`works`)
 """
 
 from __future__ import annotations

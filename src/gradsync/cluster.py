@@ -141,7 +141,7 @@ class Link:
     spread: float = 0.0
 
     def seconds(self, nbytes: float) -> float:
-        """One message's way."""
+        """The seconds that one message takes."""
         return self.latency_s + nbytes / self.bandwidth_at(nbytes)
 
     def bandwidth_at(self, nbytes: float) -> float:

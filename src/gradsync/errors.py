@@ -1,6 +1,6 @@
 """What can go wrong in the world: one class per kind, each message a sentence with the way out.
 
-A caller's mistake is a `ValueError` or `TypeError`; these are for faults of peers, wires and time.
+A caller's mistake is a `ValueError` or `TypeError`; these are for faults of peers, networks and time.
 """
 
 from __future__ import annotations

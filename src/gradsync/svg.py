@@ -62,8 +62,8 @@ def rect(kind: str, x: float, y: float, width: float, height: float, says: str =
     return _shape("rect", kind, f'x="{_px(x)}" y="{_px(y)}" {size}', says)
 
 
-def circle(kind: str, x: float, y: float, radius: float, says: str = "") -> str:
-    return _shape("circle", kind, f'cx="{_px(x)}" cy="{_px(y)}" r="{_px(radius)}"', says)
+def circle(kind: str, x: float, y: float, says: str = "") -> str:
+    return _shape("circle", kind, f'cx="{_px(x)}" cy="{_px(y)}" r="3"', says)
 
 
 def line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:

@@ -30,6 +30,11 @@ def read(path: str | Path) -> dict[str, Any]:
     """The table of a TOML file."""
     try:
         return tomllib.loads(files.read(path).decode("utf-8"))
+    except OSError as error:
+        # With a number as well, Python would say "[Errno 2] …" in the place of the sentence.
+        told = type(error)(f"{path} cannot be read ({error.strerror}); pass the path of a TOML file that save() wrote")
+        told.strerror = error.strerror
+        raise told from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a TOML file: {error}") from None
 

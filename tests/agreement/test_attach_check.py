@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -493,6 +494,26 @@ def attach_twice() -> tuple[str, str, bool]:
 def test_a_model_is_attached_once_and_again_after_detach(run: Any) -> None:
     sentence = "ValueError: parameter first.weight is attached already; call detach() on that GradSync first"
     assert run(attach_twice) == [(sentence, "attached", True)] * 2
+
+
+def attach_twice_alone() -> list[str]:
+    model = net(first=nn.Linear(3, 4).requires_grad_(False))
+    models = [model, net(last=model.last), net(first=model.first), copy.deepcopy(model)]
+    sync = gs.attach(model, SGD(model.parameters(), 0.1))
+    said = [heard(on_model(each)) for each in models]
+    sync.detach()
+    again = gs.attach(model)
+    said.append(heard(on_model(model)))
+    again.detach()
+    return [*said, heard(on_model(model))]
+
+
+def test_one_rank_alone_attaches_a_model_once_too(run: Any) -> None:
+    """Without a hook on its parameters; what is frozen has none on several ranks either, and may be shared."""
+    twice = "ValueError: parameter last.weight is attached already; call detach() on that GradSync first"
+    expected = [twice, twice, "attached", "attached", twice, "attached"]
+    assert run(attach_twice_alone, ranks=1) == [expected]
+    assert run(attach_twice_alone) == [expected] * 2
 
 
 def attach_from_outside() -> str:

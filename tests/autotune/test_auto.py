@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,10 +17,10 @@ import torch.distributed as dist
 import gradsync as gs
 from autos import BUCKETS, Training, choosing, cluster, off, overhearing, predicted
 from gradsync.autotune.decide import describe_choice, describe_miss
-from gradsync.exchange.choose_route import UnfitAlgorithm
 from gradsync.plan.auto import PROFILING
 from gradsync.planner.predict import quality
 from gradsync.trace.reader import read_run
+from gradsync.transport.host_meeting import declare_host
 
 Run = Callable[..., list[Any]]
 
@@ -210,10 +211,9 @@ def test_a_failed_probe_leaves_all_ranks_with_the_default_plan(run: Run) -> None
 def check_failed_choice() -> None:
     rank = dist.get_rank()
     broken = patch("gradsync.autotune.decide.recommend", _fails)
-    unfit = patch("gradsync.exchange.choose_route._refuse_unfit", _refuse_ring)
     for chosen, trouble, sentence in (
         (gs.Plan(), broken, "could not choose a plan"),
-        (gs.Plan(algorithm=gs.ring()), unfit, "chose a plan that cannot run here"),
+        (gs.Plan(algorithm=gs.shared_memory()), hosts_of_their_own(), "chose a plan that cannot run here"),
     ):
         with choosing(chosen), trouble, warnings.catch_warnings(record=True) as caught, overhearing():
             warnings.simplefilter("always")
@@ -224,9 +224,14 @@ def check_failed_choice() -> None:
         run.sync.detach()
 
 
-def _refuse_ring(lane: object, algorithm: object, on_nccl: object) -> None:
-    if algorithm is not None:
-        raise UnfitAlgorithm("there is no ring here")
+@contextmanager
+def hosts_of_their_own() -> Iterator[None]:
+    """Every rank is alone on its host."""
+    declare_host(f"h{dist.get_rank()}")
+    try:
+        yield
+    finally:
+        declare_host(None)
 
 
 def test_a_failed_choice_leaves_all_ranks_with_the_default_plan(run: Run) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 import gradsync as gs
 from gradsync.autotune.profiling import Timing, join, pack, spread, unpack
 from gradsync.autotune.stopwatch import HostClock, StepSample, Stopwatch, clock_for
-from gradsync.engine.bucket import Entry
+from gradsync.engine.bucket import GradEntry
 from models import Branches, Tied, mlp
 
 
@@ -248,8 +248,8 @@ def test_only_one_gpu_has_a_clock_of_its_own() -> None:
 # The ranks' times as one profile
 
 
-def entries(count: int) -> list[Entry]:
-    return [Entry(i, f"p{i}", nn.Parameter(torch.zeros(2)), {}, f"p{i}", False) for i in range(count)]
+def entries(count: int) -> list[GradEntry]:
+    return [GradEntry(i, f"p{i}", nn.Parameter(torch.zeros(2)), {}, f"p{i}", False) for i in range(count)]
 
 
 def test_times_are_medians_over_the_ranks() -> None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 
 import gradsync as gs
-from gradsync.compress.blocks import BlockCodec, build_table, partition
+from gradsync.compress.blocks import BlockCodec, partition
 from gradsync.compress.integers import Int4, Int8
 from gradsync.compress.param import Param, Span
 from gradsync.compress.recipe import Compressor
@@ -112,7 +112,7 @@ def one_phase(
     codec: BlockCodec, spans: Sequence[Span], grads: torch.Tensor, residuals: torch.Tensor, step: int = 0
 ) -> torch.Tensor:
     """Every rank sends its code of everything to everyone, who add up; `grads` and `residuals` have a row per rank."""
-    table = build_table(codec, spans)
+    table = partition(codec, spans, 1).whole
     payloads = torch.zeros(len(grads), table.nbytes, dtype=torch.uint8)
     for rank, payload in enumerate(payloads):
         encode(codec.code(), grads[rank], residuals[rank], table, payload, Mode.FEEDBACK, codec.key(step, rank))

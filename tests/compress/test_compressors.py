@@ -13,7 +13,7 @@ from samples import COMPRESSORS, LEAVES, compressors, params
 
 import gradsync as gs
 from gradsync.compress import by_parameter, cast, integers, powersgd, randomk, sign, topk, wrappers
-from gradsync.compress.blocks import BlockCodec, build_table
+from gradsync.compress.blocks import BlockCodec, partition
 from gradsync.compress.cast import Cast
 from gradsync.compress.param import Param, Span
 from gradsync.compress.powersgd import PowerSGD, matrix, start_q
@@ -79,7 +79,7 @@ def payload_nbytes(codec: Codec | None, param: Param) -> int:
             q = start_q(param, codec.rank, codec.seed)
             return torch.mm(flat.float().view(matrix(param.shape)), q).nbytes + q.nbytes
         case BlockCodec():
-            table = build_table(codec, [Span(param.name, 0, param.numel)])
+            table = partition(codec, [Span(param.name, 0, param.numel)], 1).whole
             payload = torch.full((table.nbytes + 64,), 0xAA, dtype=torch.uint8)
             encode(codec.code(), flat, None, table, payload, Mode.NONE, codec.key(0))
             assert (payload[table.nbytes :] == 0xAA).all(), "not a byte beyond"

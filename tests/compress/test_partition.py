@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import BLOCK_CODECS, lay_out, names
 
-from gradsync.compress.blocks import BlockCodec, build_table, partition
+from gradsync.compress.blocks import BlockCodec, partition
 from gradsync.compress.integers import Int8
 from gradsync.compress.param import Param, Span, number_of
 from gradsync.compress.topk import TopK
@@ -110,7 +110,7 @@ def test_many_small_parameters_are_shared_out_too() -> None:
 @pytest.mark.parametrize("codec", BLOCK_CODECS, ids=repr)
 @pytest.mark.parametrize("numel", [0, 1, 15, 16, 17, 31, 32, 33, 64, 1000])
 def test_nbytes_of_a_parameter_is_that_of_its_table(codec: BlockCodec, numel: int) -> None:
-    assert codec.nbytes(Param("weight", (numel,))) == build_table(codec, [Span("weight", 0, numel)]).nbytes
+    assert codec.nbytes(Param("weight", (numel,))) == partition(codec, [Span("weight", 0, numel)], 1).whole.nbytes
 
 
 def test_nothing_is_a_bucket_too() -> None:
@@ -133,4 +133,4 @@ def test_a_bucket_beyond_32_bits_is_refused_with_the_way_out() -> None:
         partition(Int8(), spans, 2)
     # Top-k of everything takes four bytes per element.
     with pytest.raises(ValueError, match="less than 2\\^31 bytes, got 2147483648; make bucket_bytes smaller"):
-        build_table(TopK(1.0, 65536), [Span("weight", 0, 1 << 29)])
+        partition(TopK(1.0, 65536), [Span("weight", 0, 1 << 29)], 1)

@@ -13,7 +13,7 @@ from samples import LEAVES
 import gradsync as gs
 from gradsync.compress.param import Param
 from gradsync.compress.recipe import Codec, Compressor
-from gradsync.compress.rounds import Absent, BucketForm, Compute, Gather, Payload, Sum, Trade, absences
+from gradsync.compress.rounds import BucketForm, Compute, Gather, NoRound, Payload, Sum, Trade, absences
 from gradsync.exchange.bucket_route import RoutedBucket, prepared_rounds
 from gradsync.exchange.flat import FlatBucket, Form, Item, lay_out
 
@@ -60,7 +60,7 @@ def test_a_planner_reads_the_rounds_that_are_run(compressor: Compressor, size: i
         for mine, form_of_mine in zip(payloads(ours), payloads(theirs), strict=True):
             assert mine.nbytes == form_of_mine.nbytes
             if isinstance(ours, Gather):  # what is claimed is rounded up by parameter; owners' parts are not all alike
-                assert mine.near[0].nbytes <= form_of_mine.nbytes or size > 2
+                assert mine.tensor[0].nbytes <= form_of_mine.nbytes or size > 2
 
 
 @leaves
@@ -102,7 +102,7 @@ def test_a_bucket_goes_in_two_phases_where_fewer_bytes_cross_a_network_so(size: 
 def test_who_is_absent_counts_the_same_rounds(compressor: Compressor) -> None:
     stages = list(codec_of(compressor).rounds(BucketForm([Param("weight", SHAPES[0])], 3)))
     num_rounds = sum(not isinstance(stage, Compute) for stage in stages)
-    assert list(absences(stages)) == [Absent()] * num_rounds
+    assert list(absences(stages)) == [NoRound()] * num_rounds
     assert num_rounds >= 1
 
 

@@ -66,6 +66,8 @@ def run_page(page: str, folder: str, state: Callable[[dict[str, Any]], Any] | No
     with _as_a_script(folder):
         exec(compile(GIVEN.get(page, ""), f"what is given on {page}", "exec"), names)
         for block in blocks(page, "python", "diff"):
+            if page in GIVEN:
+                _leave(names)  # each block is a script of its own
             exec(compile(as_python(block), page, "exec"), names)
             seen.append(state(names) if state is not None else None)
         _leave(names)

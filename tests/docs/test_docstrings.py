@@ -10,18 +10,22 @@ import pytest
 from doc_pages import ROOT
 
 PACKAGE = ROOT / "src" / "gradsync"
+HOLDERS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 LEANING = re.compile(
-    r"(The same\b|Of |One of them|Those of|That of|Also\b|And |But |Likewise|As above|As before|The other\b)"
+    r"(The same|One of them|Those of|That of|Also|And|But|Or|Likewise|The other|See"  # on another docstring,
+    r"|About|After|Against|Among|Around|As|At|Before|Behind|Beside|Between|Beyond|By|For|From|If|In|Inside|Into|Like"
+    r"|Of|On|Once|Over|Per|Since|Through|To|Under|Unless|Until|Up|Upon|When|Where|While|Whose|With|Within|Without"
+    r")\b"  # or on the name below which it stands
 )
 NOT_YET: tuple[str, ...] = ()
 
 
 def docstrings(room: str) -> Iterator[tuple[str, str]]:
-    """Where each stands, and its first line; those of modules beside the rooms for the room ""."""
+    """The place and the first line of each; those of modules beside the rooms for the room ""."""
     paths = (PACKAGE / room).rglob("*.py") if room else PACKAGE.glob("*.py")
     for path in sorted(paths):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+            if isinstance(node, HOLDERS) and (text := ast.get_docstring(node)):
                 yield f"{path.relative_to(PACKAGE)}: {getattr(node, 'name', 'the module')}", text.splitlines()[0]
 
 

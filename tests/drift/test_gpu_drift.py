@@ -13,7 +13,7 @@ from torch import nn
 
 import gradsync as gs
 from gradsync.drift.digests import ReplicaDigests
-from gradsync.engine.bucket import Entry
+from gradsync.engine.bucket import GradEntry
 from silent_device import host_never_waits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="There is no GPU on this machine.")
@@ -56,7 +56,7 @@ def test_digests_and_the_loss_scale_are_asked_for_without_waiting() -> None:
     scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
     scaler.scale(model(torch.randn(3))).backward()
     scaler.step(opt)
-    entries = [Entry(i, name, p, {}, name, False) for i, (name, p) in enumerate(model.named_parameters())]
+    entries = [GradEntry(i, name, p, {}, name, False) for i, (name, p) in enumerate(model.named_parameters())]
     replica_digest = ReplicaDigests(entries, [opt], scaler)
     said = []
     for step in range(64):

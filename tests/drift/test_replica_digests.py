@@ -11,10 +11,10 @@ from drift_cases import BITS, Mixed, bits, random_flip
 from torch import nn
 
 from gradsync.drift.digests import NUM_SHARES, ReplicaDigests, cut, replica_tensors_of
-from gradsync.engine.bucket import Entry
+from gradsync.engine.bucket import GradEntry
 
 
-def replica(model: nn.Module | None = None, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, list[Entry]]:
+def replica(model: nn.Module | None = None, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, list[GradEntry]]:
     """A model that has taken two steps."""
     torch.manual_seed(seed)
     model = Mixed() if model is None else model
@@ -22,7 +22,7 @@ def replica(model: nn.Module | None = None, seed: int = 0) -> tuple[nn.Module, t
     for _ in range(2):
         model(torch.randn(3)).backward()
         opt.step()
-    entries = [Entry(i, name, param, {}, name, False) for i, (name, param) in enumerate(model.named_parameters())]
+    entries = [GradEntry(i, name, param, {}, name, False) for i, (name, param) in enumerate(model.named_parameters())]
     return model, opt, entries
 
 
@@ -65,7 +65,7 @@ def test_shares_hold_everything_once_and_are_about_equal(seed: int) -> None:
     entries = []
     for i, size in enumerate(sizes):
         param = nn.Parameter(torch.empty(size, dtype=rng.choice([torch.float32, torch.float16, torch.float64])))
-        entries.append(Entry(i, f"p{i}", param, {}, "", False))
+        entries.append(GradEntry(i, f"p{i}", param, {}, "", False))
     shares = cut(replica_tensors_of(entries, []), NUM_SHARES)
     seen = {entry.name: 0 for entry in entries}
     weights = []
@@ -103,7 +103,7 @@ def test_what_only_a_rank_knows_is_left_out() -> None:
         return loss
 
     opt.step(closure)
-    entries = [Entry(i, name, p, {}, name, False) for i, (name, p) in enumerate(model.named_parameters())]
+    entries = [GradEntry(i, name, p, {}, name, False) for i, (name, p) in enumerate(model.named_parameters())]
     names = [each.name for each in replica_tensors_of(entries[:1], [opt])]
     assert not any("prev_loss" in name for name in names), "its own loss"
     assert any("n_iter" in name for name in names)

@@ -12,7 +12,7 @@ from gradsync.compress.cast import bf16
 from gradsync.compress.integers import int8
 from gradsync.compress.param import Param
 from gradsync.compress.recipe import Choice
-from gradsync.engine.bucket import _LARGE_NBYTES, Bucket, Entry, Layout
+from gradsync.engine.bucket import _LARGE_NBYTES, Bucket, GradEntry, Layout
 from gradsync.exchange.flat import zeros
 from gradsync.plan.packing import default_limit
 
@@ -23,11 +23,11 @@ shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 small_tensors = st.builds(lambda shape, dtype: torch.zeros(shape, dtype=dtype), shapes, st.sampled_from(DTYPES))
 
 
-def entries_of(tensors: list[torch.Tensor]) -> list[Entry]:
+def entries_of(tensors: list[torch.Tensor]) -> list[GradEntry]:
     made = []
     for index, tensor in enumerate(tensors):
         param = torch.nn.Parameter(tensor)
-        made.append(Entry(index, f"p{index}", param, {"p": param}, "p", sparse=False))
+        made.append(GradEntry(index, f"p{index}", param, {"p": param}, "p", sparse=False))
     return made
 
 

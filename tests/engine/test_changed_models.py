@@ -443,11 +443,11 @@ def test_a_differentiable_average_is_refused_with_the_way_out(run: Callable[...,
         assert "torch.autograd.grad" in message
 
 
-def reentrant_parts(weighted: bool) -> str:
+def reentrant_parts(plan: gs.Plan, weight: float | None) -> str:
     parts = mlp()
-    sync = gs.attach(parts)
-    if weighted:
-        sync.set_batch_weight(2)
+    sync = gs.attach(parts, [torch.optim.SGD(parts.parameters(), lr=0.1)], plan)
+    if weight is not None:
+        sync.set_batch_weight(weight)
     x = _data(0).requires_grad_()
     for part in parts:
         x = checkpoint(part, x, use_reentrant=True)
@@ -462,9 +462,14 @@ def reentrant_parts(weighted: bool) -> str:
 
 
 def test_reentrant_parts_are_averaged_or_refused_but_never_miscounted(run: Callable[..., Any]) -> None:
-    assert run(reentrant_parts, False) == ["", ""]
-    for message in run(reentrant_parts, True):
-        assert "use_reentrant=False" in message
+    assert run(reentrant_parts, gs.Plan(), None) == ["", ""]
+    for plan, weight in (
+        (gs.Plan(), 2.0),
+        (gs.Plan(pace=gs.accumulate(2)), None),
+        (gs.Plan(pace=gs.local_sgd(1)), None),
+    ):
+        for message in run(reentrant_parts, plan, weight):
+            assert "use_reentrant=False" in message
 
 
 def wrong_uses() -> list[str]:

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from gradsync.engine.bucket import Entry
+from gradsync.engine.bucket import GradEntry
 from gradsync.engine.nonfinite import NO_DIGEST, digest_of
 
 MANY = 5_000_000
 
 
-def entry(grad: torch.Tensor) -> Entry:
+def entry(grad: torch.Tensor) -> GradEntry:
     param = nn.Parameter(torch.zeros_like(grad))
     param.grad = grad
-    return Entry(0, "w", param, {}, "w", False)
+    return GradEntry(0, "w", param, {}, "w", False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

@@ -1,6 +1,6 @@
 """On a GPU: several ranks over gloo on one device, one rank over NCCL with the hooks forced on.
 
-Several GPUs on NCCL could not be tested where this was written; see docs/limits.md.
+Several ranks over NCCL are in `test_gpu_streams.py` and in tests/faults; the script `tests/gpu` runs them all.
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ def check_clocks(hosts: list[str], folder: str) -> None:
         declare_host(None)
 
 
-def test_clocks_of_hosts_are_compared_and_wires_are_read(run: Run, tmp_path: Path) -> None:
+def test_clocks_of_hosts_are_compared_and_sockets_are_read(run: Run, tmp_path: Path) -> None:
     run(check_clocks, ["a", "b"], str(tmp_path))
     for trace in read_run(tmp_path).ranks.values():
         # Both are really one machine: the truth is known.
@@ -313,7 +313,9 @@ def test_what_is_sent_is_right_in_every_step_of_a_run_that_switches(run: Run, tm
         # Since when which buckets; the links are still looked at.
         assert [(layout.step, layout.buckets[0].compressor) for layout in trace.layouts][:2] == [(0, None), (3, "bf16")]
         assert {layout.step for layout in trace.layouts} >= {0, 3, 33, 36}
-        assert {wire.peer for line in trace.wires if line.step >= 36 for wire in line.wires} == {1 - trace.run.rank}
+        assert {wire.peer for line in trace.socket_lines if line.step >= 36 for wire in line.wires} == {
+            1 - trace.run.rank
+        }
 
 
 def check_warmup(folder: str) -> None:
@@ -360,6 +362,8 @@ def check_resume(folder: str) -> None:
 def test_a_resumed_run_counts_on_from_its_first_step(run: Run, tmp_path: Path) -> None:
     """Before it had ended one, its flight record and its errors spoke of step 0."""
     run(check_resume, str(tmp_path))
-    for trace in read_run(tmp_path).ranks.values():
+    read = read_run(tmp_path)
+    assert [earlier.steps for earlier in read.earlier] == [[0, 4]]
+    for trace in read.ranks.values():
         assert [step.step for step in trace.steps] == [5, 6, 7, 8, 9]
-        assert trace.num_earlier == 1
+        assert len(trace.earlier) == 1

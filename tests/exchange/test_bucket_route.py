@@ -12,7 +12,7 @@ from gradsync.compress.recipe import EXACT, Compressor
 from gradsync.compress.rounds import BucketForm, across, exact
 from gradsync.exchange.bucket_route import BucketRoute, RoutedBucket, prepared_rounds
 from gradsync.exchange.flat import FlatBucket, Form, Item, lay_out
-from gradsync.exchange.pinned import Staged
+from gradsync.exchange.pinned import StagedPayload
 from gradsync.transport.pending import Promise
 
 NUMEL = 64 * 48
@@ -31,19 +31,19 @@ ORDERS: dict[str, tuple[Compressor, int, list[str]]] = {
 }
 
 
-class Apart(Staged):
+class Apart(StagedPayload):
     """As that of a GPU on gloo, where copies are made before and after a round; here they are noted."""
 
     notes: list[str]
 
     def __init__(self, nbytes: float, tensor: torch.Tensor, notes: list[str]) -> None:
         super().__init__(nbytes, tensor, tensor)
-        self.apart, self.notes = True, notes
+        self.staged, self.notes = True, notes
 
-    def down(self, part: int | slice = slice(None)) -> None:
+    def copy_to_host(self, part: int | slice = slice(None)) -> None:
         self.notes.append("down")
 
-    def up(self) -> None:
+    def copy_to_device(self) -> None:
         self.notes.append("up")
 
 

@@ -8,25 +8,27 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transits import open_transit, random
+from transits import open_exchange, random
 
 import gradsync as gs
 from gradsync.exchange.flat_sets import FlatPart, FlatSet
-from gradsync.exchange.sender import Transit
+from gradsync.exchange.sender import GradientExchange
 
 SHAPES = {"weight": (8, 8), "bias": (10,), "embedding": (20, 3)}
 
 
-def flat_set_of(transit: Transit, max_nbytes: int | None, num_flat_parts: int) -> FlatSet:
+def flat_set_of(exchange: GradientExchange, max_nbytes: int | None, num_flat_parts: int) -> FlatSet:
     named = [(name, torch.empty(shape)) for name, shape in SHAPES.items()]
-    return FlatSet(named, transit.exact, transit.sender, count(7), max_nbytes, num_flat_parts)
+    return FlatSet(named, exchange.exact, exchange.sender, count(7), max_nbytes, num_flat_parts)
 
 
-def add_up(transit: Transit, flat_set: FlatSet, flat_part: FlatPart, brought: list[torch.Tensor]) -> torch.Tensor:
+def add_up(
+    exchange: GradientExchange, flat_set: FlatSet, flat_part: FlatPart, brought: list[torch.Tensor]
+) -> torch.Tensor:
     """What arrives, in one piece."""
     torch._foreach_copy_(flat_part.views, brought)
     for pending in flat_set.launch(flat_part):
-        transit.lane.wait(pending)
+        exchange.lane.wait(pending)
     return torch.cat([view.flatten() for view in flat_part.views])
 
 
@@ -40,10 +42,10 @@ def sum_of_all() -> torch.Tensor:
 
 
 def travel_as_they_are(max_nbytes: int | None) -> list[list[str]]:
-    transit = open_transit(gs.Plan(), "aa")
-    flat_set = flat_set_of(transit, max_nbytes, num_flat_parts=2)
+    exchange = open_exchange(gs.Plan(), "aa")
+    flat_set = flat_set_of(exchange, max_nbytes, num_flat_parts=2)
     for flat_part in flat_set.flat_parts:
-        assert torch.equal(add_up(transit, flat_set, flat_part, brought_by(dist.get_rank())), sum_of_all())
+        assert torch.equal(add_up(exchange, flat_set, flat_part, brought_by(dist.get_rank())), sum_of_all())
         for flat_bucket in flat_part.flat_buckets:
             assert flat_set.describe(flat_bucket.index) == flat_bucket.describe()
     assert flat_set.names == list(SHAPES)
@@ -57,18 +59,18 @@ def test_every_flat_part_becomes_the_sum_in_buckets_of_at_most_the_bytes_asked_f
 
 
 def leave_half_behind(begin_again: bool) -> None:
-    transit = open_transit(gs.Plan(compress=gs.topk(0.5, block=32)), "aa")
-    flat_set = flat_set_of(transit, None, num_flat_parts=2)
+    exchange = open_exchange(gs.Plan(compress=gs.topk(0.5, block=32)), "aa")
+    flat_set = flat_set_of(exchange, None, num_flat_parts=2)
     elder, younger = flat_set.flat_parts
     truth, nothing = sum_of_all(), [torch.zeros(shape) for shape in SHAPES.values()]
-    first = add_up(transit, flat_set, elder, brought_by(dist.get_rank()))
+    first = add_up(exchange, flat_set, elder, brought_by(dist.get_rank()))
     assert (first - truth).norm() > 0.1 * truth.norm(), "half of it stays behind"
     if begin_again:
-        transit.sender.replace(transit.sender.kept())
+        exchange.sender.replace(exchange.sender.kept())
         flat_set.register()
-    rest = add_up(transit, flat_set, younger, nothing)
+    rest = add_up(exchange, flat_set, younger, nothing)
     assert (first + rest - truth).norm() <= 0.01 * truth.norm()  # what is sent is rounded to 16 bits
-    assert add_up(transit, flat_set, elder, nothing).norm() <= 0.01 * truth.norm()
+    assert add_up(exchange, flat_set, elder, nothing).norm() <= 0.01 * truth.norm()
 
 
 @pytest.mark.parametrize("begin_again", [False, True])

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transits import CPU, TIMEOUT_S, open_transit, world
+from transits import CPU, open_exchange, world
 
 import gradsync as gs
 from gradsync.exchange.flat import Form
 from gradsync.exchange.participants import AllRanks, Leaders, Participants, WithinHosts
-from gradsync.exchange.sender import Transit
+from gradsync.exchange.sender import GradientExchange
 from gradsync.transport.groups import ACROSS_HOSTS, WITHIN_HOST
 from gradsync.transport.host_meeting import declare_host
 
@@ -39,9 +39,9 @@ def test_channels_across_hosts_are_made_only_for_what_travels_across_hosts_only(
     assert run(channels, True, "ab") == [[ACROSS_HOSTS], [ACROSS_HOSTS]]
 
 
-def take_part(transit: Transit, who: Participants, ranks: list[int]) -> None:
+def take_part(exchange: GradientExchange, who: Participants, ranks: list[int]) -> None:
     """A round of each kind among these ranks."""
-    lane, me, size = transit.lane, ranks.index(dist.get_rank()), len(ranks)
+    lane, me, size = exchange.lane, ranks.index(dist.get_rank()), len(ranks)
     assert (who.rank, who.size) == (me, size)
     flat = who.for_sums(Form(5, torch.float64, CPU)).add_(dist.get_rank())
     summed = who.sum(flat, 3)
@@ -61,16 +61,16 @@ def take_part(transit: Transit, who: Participants, ranks: list[int]) -> None:
 
 
 def be_everybody(hosts: str) -> None:
-    transit = open_transit(gs.Plan(gs.native()), hosts)
-    take_part(transit, AllRanks(transit.lane, transit.exact), list(range(len(hosts))))
+    exchange = open_exchange(gs.Plan(gs.native()), hosts)
+    take_part(exchange, AllRanks(exchange.lane, exchange.exact), list(range(len(hosts))))
 
 
 def be_leaders(hosts: str) -> float:
-    transit = open_transit(gs.Plan(gs.native()), hosts)
-    leaders = Leaders(transit.lane, world(), "cpu", TIMEOUT_S)
+    exchange = open_exchange(gs.Plan(gs.native()), hosts)
+    leaders = Leaders(exchange.lane, world(), CPU)
     leaders.open()
     if leaders.rank >= 0:
-        take_part(transit, leaders, [hosts.index(host) for host in sorted(set(hosts))])
+        take_part(exchange, leaders, [hosts.index(host) for host in sorted(set(hosts))])
     return leaders.sum_share(Form(5, torch.float32, CPU))
 
 
@@ -92,17 +92,17 @@ def test_the_first_rank_of_each_host_adds_up_gathers_and_trades_and_sends_as_muc
 
 def be_within_hosts(hosts: str, has_library: bool) -> bool:
     """Whether there is a channel for it."""
-    transit = open_transit(gs.Plan(gs.native()), hosts, has_library)
-    within_hosts = WithinHosts(transit.lane, world(), CPU, True, TIMEOUT_S)
+    exchange = open_exchange(gs.Plan(gs.native()), hosts, has_library)
+    within_hosts = WithinHosts(exchange.lane, world(), CPU, True)
     within_hosts.open()
     flat, rank = torch.full((5,), float(dist.get_rank() + 1), dtype=torch.float64), dist.get_rank()
     pending = within_hosts.sum(flat, 3)
     assert (pending is None) == (hosts.count(hosts[rank]) == 1)
     if pending is not None:
-        transit.lane.wait(pending)
+        exchange.lane.wait(pending)
         assert (pending.bucket, pending.nbytes) == (3, flat.nbytes)
     assert flat.tolist() == [sum(other + 1 for other, host in enumerate(hosts) if host == hosts[rank])] * 5
-    return WITHIN_HOST in transit.lane.groups.data
+    return WITHIN_HOST in exchange.lane.groups.data
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aab", "abab"])

@@ -195,11 +195,11 @@ class Unsteady(Pipeline):
         super().__init__(lane_thread, torch.device("cpu"))
         self._left = fails_at
 
-    def _on_stream(self) -> AbstractContextManager[object]:
+    def on_stream(self) -> AbstractContextManager[object]:
         self._left -= 1
         if self._left < 0:
             raise RuntimeError("the device is gone")
-        return super()._on_stream()
+        return super().on_stream()
 
 
 @pytest.mark.parametrize("threads", [True, False], ids=["on a thread", "at once"])

@@ -20,7 +20,7 @@ from gradsync.algorithms.schedule import Recipe, Schedule, Transfer, chunk_bound
 from gradsync.algorithms.tree import tree
 from gradsync.exchange.schedule_runner import PIECE_NBYTES, Program, stamp
 from gradsync.exchange.schedule_runner import run as run_program
-from gradsync.transport.groups import Channel, make_groups
+from gradsync.transport.groups import Channel, group_of
 
 RECIPES: list[Recipe] = [ring(), tree(1), tree(3), halving_doubling(), hierarchical()]
 HOSTS: dict[int, list[Any]] = {
@@ -78,8 +78,9 @@ def bits(flat: torch.Tensor) -> int:
 
 @contextmanager
 def channel() -> Iterator[Channel]:
-    groups = make_groups(dist.group.WORLD)
-    groups.add_data(dist.group.WORLD, ["cpu"], 30)
+    groups = group_of(dist.group.WORLD)
+    groups.add_control()
+    groups.add_data(dist.group.WORLD, {"cpu": torch.device("cpu")})
     yield groups.data["cpu"]
     # Nobody lets go before everybody has received.
     dist.barrier()
@@ -188,17 +189,14 @@ class Batching:
         self._wire = wire
         self._issued: list[Any] = []
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
-        self._issued.append(self._wire.send(tensor, dst, tag))
+    def send(self, tensor: torch.Tensor, dst: int) -> None:
+        self._issued.append(self._wire.send(tensor, dst, 0))
 
-    def recv(self, tensor: torch.Tensor, src: int, tag: int) -> None:
-        self._issued.append(self._wire.recv(tensor, src, tag))
+    def recv(self, tensor: torch.Tensor, src: int) -> None:
+        self._issued.append(self._wire.recv(tensor, src, 0))
 
-    def batch(self, issue: Any) -> Batching:
+    def batch(self, device: torch.device, issue: Any) -> None:
         issue()
-        return self
-
-    def wait(self) -> None:
         while self._issued:
             self._issued.pop(0).wait()
 

@@ -9,7 +9,7 @@ import gradsync as gs
 from gradsync.exchange.choose_route import ExactSum
 from gradsync.exchange.flat import FlatBucket, Item, lay_out
 from gradsync.exchange.group_cache import group_cache
-from gradsync.exchange.sender import Sender, Transit
+from gradsync.exchange.sender import GradientExchange, Sender
 from gradsync.transport import lane as lane_module
 from gradsync.transport.host_meeting import declare_host
 
@@ -22,7 +22,7 @@ def world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def open_transit(plan: gs.Plan, hosts: str, has_library: bool = True) -> Transit:
+def open_exchange(plan: gs.Plan, hosts: str, has_library: bool = True) -> GradientExchange:
     """`hosts` has a letter for each rank, that of its host; every rank calls this at once, first of all.
 
     `has_library` False: as on a machine without a compiler.
@@ -36,25 +36,25 @@ def open_transit(plan: gs.Plan, hosts: str, has_library: bool = True) -> Transit
     finally:
         declare_host(None)
         lane_module.load = original
-    exact = ExactSum(lane, world(), plan.algorithm, [CPU], TIMEOUT_S)
-    return Transit(lane, exact, Sender(lane, world(), exact, plan, CPU, TIMEOUT_S))
+    exact = ExactSum(lane, world(), plan.algorithm, [CPU])
+    return GradientExchange(lane, exact, Sender(lane, world(), exact, plan, CPU))
 
 
-def bucket_of(transit: Transit, index: int, **tensors: torch.Tensor) -> FlatBucket:
+def bucket_of(exchange: GradientExchange, index: int, **tensors: torch.Tensor) -> FlatBucket:
     """A bucket with these tensors in it."""
     items, form = lay_out([Item.like(name, tensor) for name, tensor in tensors.items()])
-    flat_bucket = FlatBucket(index, transit.exact.allocate([form])[0], items, transit.sender.choose(items[0].param))
+    flat_bucket = FlatBucket(index, exchange.exact.allocate([form])[0], items, exchange.sender.choose(items[0].param))
     for item in items:
         item.of(flat_bucket.flat).copy_(tensors[item.name])
     return flat_bucket
 
 
-def travel(transit: Transit, *flat_buckets: FlatBucket) -> None:
+def travel(exchange: GradientExchange, *flat_buckets: FlatBucket) -> None:
     """One step of them."""
-    under_way = [transit.sender.launch(flat_bucket) for flat_bucket in flat_buckets]
-    transit.sender.flush()
+    under_way = [exchange.sender.launch(flat_bucket) for flat_bucket in flat_buckets]
+    exchange.sender.flush()
     for pending in under_way:
-        transit.lane.wait(pending)
+        exchange.lane.wait(pending)
 
 
 def random(rank: int, *shape: int) -> torch.Tensor:

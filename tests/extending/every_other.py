@@ -24,12 +24,12 @@ class EveryOther(Codec):
         def encode(step: int) -> None:
             gradient = bucket.flat if bucket.residual is None else bucket.residual.add_(bucket.flat)
             sent = gradient[step % 2 :: 2]
-            payload.near[: len(sent)].copy_(sent)
+            payload.tensor[: len(sent)].copy_(sent)
             sent.zero_()  # in the residual: it is on its way
 
         def decode(step: int) -> None:
             received = bucket.flat.zero_()[step % 2 :: 2]
-            received.copy_(payload.near[: len(received)])
+            received.copy_(payload.tensor[: len(received)])
 
         yield Compute(encode, encode=1)
         yield Sum(payload)

@@ -25,7 +25,7 @@ from gradsync.exchange.flat import Form
 from gradsync.exchange.group_cache import group_cache
 from gradsync.transport.heartbeat import Phase
 from gradsync.transport.host_meeting import declare_host
-from gradsync.transport.lane import NET_S, Lane, open_lane
+from gradsync.transport.lane import Lane, open_lane
 
 _STEPS = 6
 
@@ -142,7 +142,7 @@ def _summing(by: str, shared: bool, numel: int, guard: gs.Guard) -> tuple[Lane, 
     lane = open_lane(world, guard, guard.timeout)
     lane.open_team(64)
     cpu = torch.device("cpu")
-    exact = ExactSum(lane, world, None, [cpu], guard.timeout + NET_S)
+    exact = ExactSum(lane, world, None, [cpu])
     flat = exact.allocate([Form(numel, torch.float32, cpu)])[0] if shared else torch.zeros(numel)
 
     def add(step: int) -> None:

@@ -13,8 +13,10 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 
 import gradsync as gs
+from gradsync.integrations.bucket_launches import BucketLaunches
 from gradsync.trace.reader import read_run
 
 Run = Callable[..., list[Any]]
@@ -417,13 +420,12 @@ def watch_badly(folder: str) -> list[str]:
     ddp = wrapped()
     observer = gs.observe(ddp, trace=folder)
 
-    def fail(index: int) -> None:
+    def fail(launches: BucketLaunches, index: int) -> None:
         raise Broken(f"parameter {index}")
 
     train(ddp, 2)
-    if dist.get_rank() == 1:
-        observer._launches.arrived = fail  # type: ignore[method-assign]
-    with warnings.catch_warnings(record=True) as caught:
+    broken = patch.object(BucketLaunches, "arrived", fail) if dist.get_rank() == 1 else nullcontext()
+    with broken, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         twin = wrapped()
         ddp.load_state_dict(twin.state_dict())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 
 import pytest
-import torch.distributed as dist
 
+from gradsync.launch import choose_backend
 from gradsync.launch.choose_backend import default_backend
 from gradsync.launch.interface import endpoint_towards, interface_addresses, loopback_endpoint, named_endpoint
 from gradsync.launch.roster import RankPlacement, RankRecord, announcement, refusal
@@ -97,7 +97,7 @@ def test_roster_is_refused_with_a_sentence(
 
 
 def test_backend_follows_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(choose_backend, "nccl_lack", lambda: None)
     assert default_backend([None, None]) == ("gloo", None)
     assert default_backend(["a", "b"]) == ("cpu:gloo,cuda:nccl", None)
     assert default_backend(["a", None])[0] == "gloo"

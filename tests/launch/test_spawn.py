@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -100,6 +101,52 @@ def stop_in_the_middle_of_the_answer() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+@dataclass
+class Batch:
+    inputs: torch.Tensor
+    more: dict[str, Any]
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, torch.nn.Module):
+        return [*value.parameters(), *value.buffers()]
+    if isinstance(value, Batch):
+        return tensors_in([value.inputs, value.more])
+    return [tensor for each in (value.values() if isinstance(value, dict) else value) for tensor in tensors_in(each)]
+
+
+def add_own_rank(value: Any) -> list[list[float]]:
+    """To every tensor of an argument, in place; what they held, once every rank has done so, and then hold."""
+    tensors = tensors_in(value)
+    with torch.no_grad():
+        before = [tensor.flatten().tolist() for tensor in tensors]
+        dist.barrier()
+        for tensor in tensors:
+            tensor += dist.get_rank() + 1
+        dist.barrier()
+        return before + [tensor.flatten().tolist() for tensor in tensors]
+
+
+def forms_and_sums(tensors: list[torch.Tensor]) -> list[tuple[Any, ...]]:
+    return [
+        (
+            each.dtype,
+            tuple(each.shape),
+            each.layout,
+            each.requires_grad,
+            each.detach().to_dense().to(torch.complex64).abs().sum().item(),
+        )
+        for each in tensors
+    ]
+
+
+def write_through_a_view(whole: torch.Tensor, part: torch.Tensor, tied: torch.nn.Module) -> tuple[list[float], bool]:
+    part += 10
+    return whole.tolist(), tied.get_parameter("0.weight") is tied.get_parameter("1.weight")
+
+
 def adopt() -> int:
     gs.init()
     return dist.get_world_size()
@@ -129,6 +176,33 @@ def test_cores_are_shared_out(ranks: RankPool) -> None:
 
 def test_a_tensor_comes_back_whole(ranks: RankPool) -> None:
     assert [value.tolist() for value in ranks.run(make_tensor, ranks=2)] == [[0.0] * 3, [1.0] * 3]
+
+
+def test_every_rank_has_tensor_arguments_of_its_own(ranks: RankPool) -> None:
+    module = torch.nn.BatchNorm1d(2)
+    module.num_batches_tracked = torch.tensor(0.0)
+    nested = Batch(torch.zeros(3), {"list": [torch.zeros(2, 2)], "tuple": (torch.zeros(()), module)})
+    for given in (torch.zeros(3), [torch.zeros(3)], (torch.zeros(3),), {"x": torch.zeros(3)}, module, nested):
+        held = [tensor.flatten().tolist() for tensor in tensors_in(given)]
+        sums = [[[number + rank for number in each] for each in held] for rank in (1, 2, 3)]
+        assert ranks.run(add_own_rank, given) == [held + own for own in sums]
+        assert [tensor.flatten().tolist() for tensor in tensors_in(given)] == held
+        assert not any(tensor.is_shared() for tensor in tensors_in(given)), "memory of this process is moved nowhere"
+
+
+def test_a_tensor_argument_of_any_form_arrives_as_it_is(ranks: RankPool) -> None:
+    floats = (torch.float64, torch.bfloat16, torch.complex64)
+    tensors = [torch.arange(6).to(dtype) for dtype in (torch.uint8, torch.bool, torch.int64, *floats)]
+    tensors += [torch.ones(0), torch.ones(4, 3)[1:, ::2].t(), torch.ones(1).expand(5), torch.eye(3).to_sparse()]
+    tensors += [torch.ones(2, requires_grad=True), torch.nn.Parameter(torch.ones(2), requires_grad=False)]
+    assert ranks.run(forms_and_sums, tensors) == [forms_and_sums(tensors)] * 3
+
+
+def test_arguments_that_share_memory_share_it_on_each_rank(ranks: RankPool) -> None:
+    whole, tied = torch.zeros(4), torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    tied[1].weight = tied[0].weight
+    assert ranks.run(write_through_a_view, whole, whole[1:3], tied) == [([0.0, 10.0, 10.0, 0.0], True)] * 3
+    assert whole.tolist() == [0.0] * 4
 
 
 # What goes wrong
@@ -219,6 +293,12 @@ def test_a_rank_that_stops_in_the_middle_of_its_answer_is_ended_in_time(warm: Fo
 
 
 # spawn
+
+
+def test_spawn_gives_each_rank_a_tensor_of_its_own() -> None:
+    given = torch.zeros(2)
+    assert gs.spawn(add_own_rank, 2, given) == [[[0.0, 0.0], [1.0, 1.0]], [[0.0, 0.0], [2.0, 2.0]]]
+    assert given.tolist() == [0.0, 0.0]
 
 
 def test_spawn_returns_values_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

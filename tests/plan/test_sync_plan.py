@@ -165,7 +165,7 @@ def test_bytes_that_are_no_plan_are_a_value_error(content: bytes, tmp_path: Path
 
 
 def test_a_file_that_is_not_there_says_so(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"\.toml cannot be read \(No such file or directory\); pass "):
         gs.Plan.load(tmp_path / "plan.toml")
 
 

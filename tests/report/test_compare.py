@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from gradsync.report.compare import Comparison, compare
 from gradsync.report.summary import summarize
 from gradsync.trace.reader import RunTrace
@@ -28,15 +30,25 @@ def test_the_cause_is_named() -> None:
         made_run(4, 60, times=dict.fromkeys(range(4), 2.0)),
     )
     assert "less waiting for late ranks" in compared(late, usual).verdict
-    assert "less waiting for the network" in compared(link, usual).verdict
+    assert "less waiting for the exchange" in compared(link, usual).verdict
     assert "less computing" in compared(slow, usual).verdict
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_wait_has_one_name_in_a_report_of_one_run_and_of_two(hosts: int) -> None:
+    run = made_run(4, 60, hosts=hosts)
+    alone = {fact.name for fact in summarize(run).facts}
+    both = {row.name for row in compared(run, run).rows}
+    for name in ("exposed", "  for ranks", "  for the exchange", "compute"):
+        assert name in alone
+        assert name in both
 
 
 def test_what_went_the_other_way_is_not_kept_quiet() -> None:
     first = made_run(4, 60, slow_links={(0, 1): 0.1})
     second = made_run(4, 60, times=dict.fromkeys(range(4), 2.0))
     verdict = compared(first, second).verdict
-    assert "less waiting for the network" in verdict
+    assert "less waiting for the exchange" in verdict
     assert "but" in verdict
     assert "more computing" in verdict
 

@@ -11,7 +11,7 @@ from gradsync.report.summary import summarize
 from gradsync.report.warnings import ReportWarning
 from gradsync.trace.flight import FlightEntry, Moment
 from gradsync.trace.lines import BucketLayout, BucketPlan, PlanChoice
-from gradsync.trace.reader import RunTrace
+from gradsync.trace.reader import EarlierRun, RunTrace
 from made_runs import NOISY, made_run
 
 
@@ -30,6 +30,26 @@ def test_stalls_warn_of_long_steps_at_most() -> None:
     for seed in range(20):
         for each in summarize(made_run(4, 60, seed, noise=NOISY)).warnings:
             assert "times as long as usual" in each.text, f"seed {seed}"
+
+
+@pytest.mark.parametrize(
+    ("earlier", "sentence"),
+    [
+        ([EarlierRun([0, 120], 43380.0)], "An earlier run in this folder is not shown (steps 0 to 120, ended {})."),
+        ([EarlierRun([], 43380.0)], "An earlier run in this folder is not shown (no step, begun {})."),
+        (
+            [EarlierRun([0, 9], 1.0), EarlierRun([7, 7], 43380.0)],
+            "2 earlier runs in this folder are not shown (the last: steps 7 to 7, ended {}).",
+        ),
+    ],
+)
+def test_runs_that_were_there_before_are_mentioned(earlier: list[EarlierRun], sentence: str) -> None:
+    run = made_run(4, 60)
+    run.ranks[2].earlier = earlier  # another rank has seen less of them
+    found = warned(run, "earlier run")
+    assert found is not None
+    assert found.text == sentence.format("1970-01-01 12:03 UTC")
+    assert "gradsync report BEFORE AFTER" in found.advice
 
 
 def test_nothing_overlaps() -> None:

@@ -49,7 +49,7 @@ def choosing(*plans: gs.Plan, step_s: float = 1.0) -> Iterator[list[gs.ModelProf
 def off(*verdicts: bool) -> Iterator[None]:
     """Whether the measured step is off, check by check; after these, never."""
     left = list(verdicts)
-    with patch("gradsync.autotune.controller._is_off", lambda measured, expected: left.pop(0) if left else False):
+    with patch("gradsync.autotune.controller.is_off", lambda measured, expected: left.pop(0) if left else False):
         yield
 
 

@@ -115,7 +115,7 @@ def made_run(
             cell = _step(step, at, rank, phases[rank], done, ratio, encoding[rank], ranks, overlap, source)
             trace.steps.append(cell if detailed else replace(cell, buckets=None, gradients=None, header=None))
             if step % 20 == 0 and ranks > 1 and source == "gradsync":
-                trace.wires.append(_wires(rng, step, rank, ranks, ratio, slow_links))
+                trace.socket_lines.append(_sockets(rng, step, rank, ranks, ratio, slow_links))
             if step % 50 == 0 and source == "gradsync":
                 trace.stats.append(Stats(step, _stats(trace, ratio, dict(stats or {}))))
         at += done[-1]
@@ -128,7 +128,7 @@ def write_run(folder: Path, run: RunTrace) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for rank, trace in run.ranks.items():
         lines = [trace.run, *trace.layouts, *trace.clocks]
-        rest = [*trace.steps, *trace.wires, *trace.stats, *trace.health, *trace.errors]
+        rest = [*trace.steps, *trace.socket_lines, *trace.stats, *trace.health, *trace.errors]
         ordered = sorted(rest, key=lambda line: line.step)
         text = "".join(f"{to_json(line)}\n" for line in [*lines, *ordered, *([trace.end] if trace.end else [])])
         (folder / f"rank-{rank}.jsonl").write_text(text, encoding="utf-8")
@@ -216,18 +216,18 @@ def _step(
     )  # fmt: skip
 
 
-def _wires(
+def _sockets(
     rng: random.Random, step: int, rank: int, ranks: int, ratio: float, slow: Mapping[tuple[int, int], float]
 ) -> SocketLines:
     """A ring's, both ways for the acknowledgements of small things; busy in ticks of 4 ms, as kernels count."""
-    wires = []
+    sockets = []
     for peer in {(rank + 1) % ranks, (rank - 1) % ranks}:
         share = 1.0 if peer == (rank + 1) % ranks else 0.001
         nbytes = int(20 * NUM_BUCKETS * BUCKET_NBYTES / ratio * 2 * (ranks - 1) / ranks * share)
         exact = nbytes / (LINK * slow.get((rank, peer), 1.0)) * rng.uniform(0.7, 1.4)
         busy_s = 0.004 * int(exact / 0.004 + rng.random())
-        wires.append(SocketLine(peer, f"10.0.0.{peer + 1}", nbytes, busy_s, 0.0003, 0))
-    return SocketLines(step, wires)
+        sockets.append(SocketLine(peer, f"10.0.0.{peer + 1}", nbytes, busy_s, 0.0003, 0))
+    return SocketLines(step, sockets)
 
 
 def _stats(trace: RankTrace, ratio: float, more: dict[str, Value]) -> dict[str, Value]:

@@ -11,7 +11,7 @@ import pytest
 
 from gradsync.trace.flight import NBYTES, Flight, Moment, read_flight
 from gradsync.trace.lines import BucketLayout, ClockShift, RankEnd, RunHeader, StepLine, StepPart
-from gradsync.trace.reader import Follower, read_run
+from gradsync.trace.reader import EarlierRun, Follower, read_run
 from gradsync.trace.writer import Writer
 
 RUN = RunHeader(0, 2, "a", 7, 1.5, 2.5, "gradsync", "cpu", None, [("w", (2, 3), "float32")])
@@ -42,7 +42,7 @@ def test_a_line_that_was_cut_off_and_a_strange_one_are_left_out(tmp_path: Path) 
     again = Writer(tmp_path, replace(RUN, started=9.0))  # goes on after the torn line
     again.write(step(5))
     trace = read_run(tmp_path).ranks[0]
-    assert (trace.run.started, trace.steps, trace.num_earlier) == (9.0, [step(5)], 1)
+    assert (trace.run.started, trace.steps, len(trace.earlier)) == (9.0, [step(5)], 1)
     again.close()
 
 
@@ -57,7 +57,7 @@ def test_files_stay_below_their_limit_and_the_newest_steps_are_kept(tmp_path: Pa
     assert kept == list(range(kept[0], 500))
     assert len(kept) > 10
     assert trace.clocks[-1] == ClockShift(0, 0.5, 0.1)
-    assert trace.num_earlier == 0
+    assert trace.earlier == []
     writer.close()
 
 
@@ -145,6 +145,18 @@ def test_files_of_an_earlier_run_with_more_ranks_are_left_out(tmp_path: Path) ->
         ).close()
     run = read_run(tmp_path)
     assert (list(run.ranks), run.world_size, run.missing) == ([0, 1], 2, [])
+
+
+def test_of_earlier_runs_it_is_known_how_far_they_came_and_when(tmp_path: Path) -> None:
+    follower = Follower(tmp_path)
+    for run_id, started, ranks, steps in (("a", 1000.0, 3, 4), ("b", 2000.0, 2, 0), ("c", 3000.0, 2, 2)):
+        for rank in range(ranks):
+            writer = Writer(tmp_path, replace(RUN, rank=rank, world_size=ranks, id=run_id, started=started + rank))
+            writer.write(*map(step, range(7, 7 + steps - rank)))
+            writer.close()
+        assert follower.read().earlier == read_run(tmp_path).earlier
+    last = 1000.0 + (10.0 + 1.0 - 2.5)  # its last step's end, where the clock said 2.5 at the beginning
+    assert read_run(tmp_path).earlier == [EarlierRun([7, 10], last), EarlierRun([], 2000.0)]
 
 
 def test_a_file_of_another_format_is_refused_by_name(tmp_path: Path) -> None:

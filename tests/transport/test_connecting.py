@@ -11,8 +11,8 @@ import pytest
 from torch._C._distributed_c10d import FileStore, PrefixStore, ProcessGroupGloo, Store
 
 from gradsync.transport import connecting
-from gradsync.transport.connecting import Attempt, GaveUp, PolledStore
-from gradsync.transport.groups import Channel
+from gradsync.transport.connecting import Attempt, AttemptCancelled, PolledStore
+from gradsync.transport.gloo_channel import GlooChannel
 
 LIMIT = timedelta(seconds=60)
 
@@ -25,7 +25,7 @@ def store(tmp_path: Path) -> Store:
 class Watched(PolledStore):
     """A store that tells when the address of rank 1 was handed over, or never hands over that of rank 0."""
 
-    def __init__(self, inner: Store, attempt: Attempt[Channel], keeps_back: bool) -> None:
+    def __init__(self, inner: Store, attempt: Attempt[GlooChannel], keeps_back: bool) -> None:
         super().__init__(inner, attempt)
         self.handed_over = threading.Event()
         self._keeps_back = keeps_back
@@ -39,20 +39,20 @@ class Watched(PolledStore):
         return super().get(key)
 
 
-def constructor(store: Store, rank: int, keeps_back: bool) -> tuple[Attempt[Channel], threading.Event]:
+def constructor(store: Store, rank: int, keeps_back: bool) -> tuple[Attempt[GlooChannel], threading.Event]:
     """Of one of two ranks, begun in a thread; and what happens when it has the address of rank 1."""
-    attempt: Attempt[Channel] = Attempt(lambda it: make(it), "the making of connections")
+    attempt: Attempt[GlooChannel] = Attempt(lambda it: make(it), "the making of connections")
     watched = Watched(store, attempt, keeps_back)
 
-    def make(it: Attempt[Channel]) -> Channel:
+    def make(it: Attempt[GlooChannel]) -> GlooChannel:
         with it.constructing(2):
-            return Channel(ProcessGroupGloo(watched, rank, 2, LIMIT), on_host=True, keeps=watched)
+            return GlooChannel(ProcessGroupGloo(watched, rank, 2, LIMIT), keeps=watched)
 
     attempt.start()
     return attempt, watched.handed_over
 
 
-def give_up(attempt: Attempt[Channel]) -> None:
+def give_up(attempt: Attempt[GlooChannel]) -> None:
     attempt.give_up()
     assert attempt.landed(0)
     assert not attempt._thread.is_alive()
@@ -68,7 +68,7 @@ def test_what_a_thread_made_is_handed_over() -> None:
 def test_a_constructor_that_waits_for_an_address_ends(store: Store) -> None:
     attempt, _ = constructor(store, 0, keeps_back=False)
     give_up(attempt)
-    with pytest.raises(GaveUp):
+    with pytest.raises(AttemptCancelled):
         attempt.result()
 
 
@@ -112,5 +112,5 @@ def test_a_constructor_may_end_while_it_is_given_up(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(connecting, "listeners", look)
     attempt.give_up()
     assert attempt.landed(0)
-    with pytest.raises(GaveUp):
+    with pytest.raises(AttemptCancelled):
         attempt.result()

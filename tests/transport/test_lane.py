@@ -13,7 +13,6 @@ import torch
 from gradsync.errors import PeerFault, PeerLost, SyncTimeout
 from gradsync.plan.guard import Guard
 from gradsync.transport import abandoned
-from gradsync.transport import waiting as waits
 from gradsync.transport.blame import PeerView
 from gradsync.transport.groups import Groups
 from gradsync.transport.heartbeat import INITIAL, Phase, RankState
@@ -51,6 +50,9 @@ class Peers:
 
     hosts = ((0,), (1,), (2,))
     absent = ()
+
+    def each_tick(self, look: Any) -> None:
+        """Nothing is under way on a GPU."""
 
     def __init__(self) -> None:
         self.heartbeat = self
@@ -102,9 +104,7 @@ def peers() -> Peers:
 
 
 @pytest.fixture
-def lane(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> Lane:
-    monkeypatch.setattr(waits, "_SLICE_S", 0.001)
-    monkeypatch.setattr(waits, "_GRACE_S", 0.05)
+def lane(peers: Peers) -> Lane:
     return make(peers, timeout=30)
 
 
@@ -243,7 +243,7 @@ def test_an_error_at_launch_is_explained_too(lane: Lane, peers: Peers) -> None:
     assert caught.value.ranks == (6,)
 
 
-# --- wires ---
+# --- sockets ---
 
 
 @pytest.fixture
@@ -270,7 +270,7 @@ def test_cut_wires_end_and_listening_sockets_stay(listener: socket.socket) -> No
 def test_what_is_under_way_is_ended_at_exit(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
     lane = make(peers, timeout=30)
     work, pending = launch(lane)
-    monkeypatch.setattr(abandoned, "cut", lambda wires: work.fail())
+    monkeypatch.setattr(abandoned, "cut", lambda sockets: work.fail())
     lane._end()
     assert pending.landed(0)
     assert not pending.succeeded
@@ -291,7 +291,7 @@ def test_a_dropped_lane_ends_when_nothing_is_under_way_and_nobody_is_behind(peer
 def test_or_when_its_time_is_over(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
     lane = make(peers, timeout=0.0)
     work, pending = launch(lane)
-    monkeypatch.setattr(abandoned, "cut", lambda wires: work.fail())
+    monkeypatch.setattr(abandoned, "cut", lambda sockets: work.fail())
     del lane
     assert peers.may_end()
     assert not pending.landed(0)
@@ -304,7 +304,7 @@ def test_or_when_its_time_is_over(peers: Peers, monkeypatch: pytest.MonkeyPatch)
 def test_one_that_gave_up_ends_at_once(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
     lane = make(peers, timeout=30)
     work, pending = launch(lane)
-    monkeypatch.setattr(abandoned, "cut", lambda wires: work.fail())
+    monkeypatch.setattr(abandoned, "cut", lambda sockets: work.fail())
     lane.fail()
     del lane
     assert pending.landed(0)

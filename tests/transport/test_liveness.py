@@ -7,7 +7,9 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -15,11 +17,12 @@ from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from gradsync.plan.guard import Guard
 from gradsync.transport import liveness as module
-from gradsync.transport.groups import Groups, make_groups
+from gradsync.transport.awake_clock import MOST_S
+from gradsync.transport.groups import Groups, group_of
 from gradsync.transport.heartbeat import INITIAL, Heartbeat, OwnHeartbeat, Phase, RankState, encode
 from gradsync.transport.host_meeting import declare_host
 from gradsync.transport.liveness import Liveness
-from gradsync.transport.peers import LocalPeer, Mailbox, RemotePeer
+from gradsync.transport.peers import LocalPeer, RemotePeer, RemoteStates
 
 GUARD = Guard(dead_after=2.0)
 SOLO = Groups(0, 2, (0, 1))  # nobody communicates here
@@ -32,11 +35,11 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def alone(peers: dict[int, Any]) -> Liveness:
+def alone(peers: dict[int, Any], guard: Guard = GUARD) -> Liveness:
     """A Liveness that met `peers`."""
-    own = Liveness(SOLO, GUARD)
-    own._meeting.peers, own._meeting.hosts = peers, ((0, 1),)
-    return own
+    met = SimpleNamespace(peers=peers, hosts=((0, 1),), remote_states=None, absent=[])
+    with patch.object(module, "GroupMeeting", lambda *_: met):
+        return Liveness(SOLO, guard)
 
 
 @pytest.fixture
@@ -69,52 +72,48 @@ def test_silence_lasts_until_the_next_beat(theirs: Heartbeat) -> None:
 
 def test_a_rank_that_stood_still_itself_blames_nobody(monkeypatch: pytest.MonkeyPatch, theirs: Heartbeat) -> None:
     peer = local(theirs)
-    own = alone({1: peer})
+    own = alone({1: peer}, Guard(dead_after=100))
     until(lambda: own.state.beat > 0)
-    own._stop.set()
-    own._thread.join()
-    peer.silent_s = 0.0
+    silent_s, clock = peer.silent_s, time.monotonic
     # The clock shows that this process slept for an hour between two ticks.
-    clock = iter([0.0, 3600.0])
-    ticks = iter([False, True])
-    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(own._stop, "wait", lambda _: next(ticks))
-    own._beat()
-    monkeypatch.undo()
-    assert not own.peer_views()[1].silent
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600)
+    until(lambda: peer.silent_s > silent_s + MOST_S)
+    view = own.peer_views()[1]
+    assert not view.silent
+    assert view.held_s == 0
     own.close()
 
 
 def test_a_remote_peer_is_silent_only_as_far_as_the_store_was_read(tmp_path: Path) -> None:
-    mailbox = Mailbox(FileStore(str(tmp_path / "store"), 1), 0, [1], lambda: INITIAL)
-    peer = RemotePeer(mailbox, 1)
-    mailbox.rounds = 1
+    remote_states = RemoteStates(FileStore(str(tmp_path / "store"), 1), 0, [1], lambda: INITIAL)
+    peer = RemotePeer(remote_states, 1)
+    remote_states.rounds = 1
     peer.listen(0.5)
     peer.listen(60)  # the store did not answer for a minute
     assert peer.silent_s == 0
-    mailbox.states[1] = INITIAL._replace(beat=9)
-    mailbox.rounds = 2
+    remote_states.states[1] = INITIAL._replace(beat=9)
+    remote_states.rounds = 2
     peer.listen(0.5)  # now it does, and the peer has beaten
     assert peer.silent_s == 0
     peer.listen(60)
-    mailbox.rounds = 3
+    remote_states.rounds = 3
     peer.listen(0.5)  # now it does, and the peer has not
     assert peer.silent_s == 60.5
-    mailbox.close()
+    remote_states.close()
 
 
 def test_a_store_that_does_not_answer_is_mute_only_while_somebody_asks(tmp_path: Path) -> None:
-    mailbox = Mailbox(FileStore(str(tmp_path / "store"), 1), 0, [1], lambda: INITIAL)
-    mailbox.close()  # its thread is out of the way: nobody reads the store
-    mailbox.listen(9.0)
-    assert mailbox.mute_s == 0
-    mailbox.watch(True)
-    mailbox.listen(9.0)
-    mailbox.listen(9.0)
-    assert mailbox.mute_s == 18.0
-    mailbox.rounds += 1
-    mailbox.listen(9.0)
-    assert mailbox.mute_s == 0
+    remote_states = RemoteStates(FileStore(str(tmp_path / "store"), 1), 0, [1], lambda: INITIAL)
+    remote_states.close()  # its thread is out of the way: nobody reads the store
+    remote_states.listen(9.0)
+    assert remote_states.mute_s == 0
+    remote_states.watch(True)
+    remote_states.listen(9.0)
+    remote_states.listen(9.0)
+    assert remote_states.mute_s == 18.0
+    remote_states.rounds += 1
+    remote_states.listen(9.0)
+    assert remote_states.mute_s == 0
 
 
 # --- the store ---
@@ -125,23 +124,23 @@ def test_a_hostile_value_in_the_store_changes_nothing(tmp_path: Path, value: byt
     store = FileStore(str(tmp_path / "store"), 1)
     theirs = PrefixStore("meeting", store)
     theirs.set("1", value)  # type: ignore[arg-type]
-    mailbox = Mailbox(PrefixStore("meeting", store), 0, [1], lambda: INITIAL)
-    mailbox.watch(True)
-    until(lambda: mailbox.rounds > 0)
-    assert mailbox.states == {1: INITIAL}
+    remote_states = RemoteStates(PrefixStore("meeting", store), 0, [1], lambda: INITIAL)
+    remote_states.watch(True)
+    until(lambda: remote_states.rounds > 0)
+    assert remote_states.states == {1: INITIAL}
     said = RankState(3, 4, Phase.LOST_PEER, -1, (2,))
     theirs.set("1", encode(said))  # type: ignore[arg-type]
-    until(lambda: mailbox.states == {1: said})
-    mailbox.close()
-    assert not mailbox._thread.is_alive()
+    until(lambda: remote_states.states == {1: said})
+    remote_states.close()
+    assert not remote_states._thread.is_alive()
 
 
 def test_the_last_word_reaches_the_store_before_the_mailbox_closes(tmp_path: Path) -> None:
     store = FileStore(str(tmp_path / "store"), 1)
     said = [INITIAL]
-    mailbox = Mailbox(PrefixStore("meeting", store), 0, [], lambda: said[0])
+    remote_states = RemoteStates(PrefixStore("meeting", store), 0, [], lambda: said[0])
     said[0] = RankState(1, 2, Phase.LEFT, -1, ())
-    mailbox.close()
+    remote_states.close()
     assert PrefixStore("meeting", store).get("0") == encode(said[0])
 
 
@@ -199,7 +198,8 @@ def _meet(view: str) -> tuple[list[tuple[str, int]], list[str]]:
         LocalPeer.find = lambda *_: None  # type: ignore[method-assign,assignment]
     assert dist.group.WORLD is not None
     try:
-        groups = make_groups(dist.group.WORLD)
+        groups = group_of(dist.group.WORLD)
+        groups.add_control()
         own = Liveness(groups, GUARD)
         groups.connect(lambda attempt: own.meet(attempt, 30), "the meeting")
         own.watch(True)

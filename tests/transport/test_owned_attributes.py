@@ -43,7 +43,7 @@ PLACES = {
     ("torch_backend/device_backends.py", "options"): "torch's options",
     ("torch_backend/group.py", "opts"): "torch's options",
     ("torch_backend/open_group.py", "options"): "torch's options",
-    ("transport/lane.py", "_dates"): "a threading.local",
+    ("transport/lane.py", "_thread_step"): "a threading.local",
     ("transport/segments.py", "_buffer"): "ctypes: the buffer keeps its segment",
 }
 # Written before this rule, and not rewritten yet: may only get shorter.

@@ -9,7 +9,7 @@ import pytest
 from gradsync.errors import BackwardAborted, Disagreement, GradSyncError, NonFinite, PeerLost
 from gradsync.transport.groups import Groups
 from gradsync.transport.heartbeat import INITIAL, Phase, RankState
-from gradsync.transport.session import Goodbye, Session
+from gradsync.transport.session import LeaveResult, Session
 
 
 class Heartbeat:
@@ -77,13 +77,15 @@ DISAGREEMENT = Disagreement("others are in step()")
 @pytest.mark.parametrize(
     ("error", "parting"),
     [
-        (None, Goodbye(True, None)),
-        (PeerLost("rank 6 died", [6]), Goodbye(False, None)),
-        (DISAGREEMENT, Goodbye(False, DISAGREEMENT)),
-        (NonFinite("NaN"), Goodbye(True, None)),
+        (None, LeaveResult(True, None)),
+        (PeerLost("rank 6 died", [6]), LeaveResult(False, None)),
+        (DISAGREEMENT, LeaveResult(False, DISAGREEMENT)),
+        (NonFinite("NaN"), LeaveResult(True, None)),
     ],
 )
-def test_connections_close_when_all_are_here(session: Session, error: GradSyncError | None, parting: Goodbye) -> None:
+def test_connections_close_when_all_are_here(
+    session: Session, error: GradSyncError | None, parting: LeaveResult
+) -> None:
     assert session.goodbye(_meeting(error)) == parting
 
 

@@ -118,7 +118,7 @@ class Headers:
             self.same_order &= head.order == self.heads[0].order
 
     def any(self, mark: int) -> bytes:
-        """Per parameter, 1 where any rank set `mark`."""
+        """One byte per parameter: 1 where any rank set `mark`."""
         if self.same_marks:
             return self.marks[0].translate(_HAS[mark])
         return bytes((self._rows[:, HEAD_NBYTES:] & mark).amax(0).clamp(max=1).numpy())

@@ -61,7 +61,7 @@ class HealthLog:
         self._error = error
 
     def take_error(self) -> str:
-        """What it was, told once."""
+        """What this rank's dropped batch raised, told once."""
         error, self._error = self._error, ""
         return error
 
@@ -180,7 +180,7 @@ def spoiled(lane: Lane, guard: Guard, found: Found, health_log: HealthLog) -> tu
 
 
 def nonfinite(headers: Headers, names: list[str], ranks: tuple[int, ...]) -> Found | None:
-    """Where a NaN or Inf is, if anywhere: on which ranks, the first parameter of each, and how many elements of it."""
+    """The NaN or Inf of this step, if any: its ranks, the first parameter of each, and how many elements of it."""
     found = [(rank, head) for rank, head in zip(ranks, headers.heads, strict=True) if head.nonfinite >= 0]
     if not found:
         return None

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Native:
-    """See `native`."""
+    """The algorithm of `native()`, which the backend runs."""
 
 
 def native() -> Native:
@@ -30,7 +30,7 @@ def native() -> Native:
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """See `shared_memory`."""
+    """The algorithm of `shared_memory()`, which the ranks of one host run."""
 
 
 def shared_memory() -> SharedMemory:

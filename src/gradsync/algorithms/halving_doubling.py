@@ -30,7 +30,7 @@ from gradsync.cluster import as_hosts
 
 @dataclass(frozen=True)
 class HalvingDoubling:
-    """See `halving_doubling`."""
+    """The recipe that `halving_doubling()` makes."""
 
     def schedule(self, hosts: int | Sequence[Sequence[int]]) -> Schedule:
         """Neighbours in host order are partners first, when the messages are largest."""

@@ -39,7 +39,7 @@ class Levels(NamedTuple):
     gather: tuple[Round, ...]  # inside: after it each rank has all of it
 
     def schedule(self) -> Schedule:
-        """All three, one after the other."""
+        """The three parts, one after the other."""
         return Schedule(self.world_size, self.num_chunks, self.scatter + self.across + self.gather)
 
     def across_schedule(self) -> Schedule:
@@ -49,7 +49,7 @@ class Levels(NamedTuple):
 
 @dataclass(frozen=True)
 class Hierarchical:
-    """See `hierarchical`."""
+    """The recipe that `hierarchical()` makes."""
 
     def schedule(self, hosts: int | Sequence[Sequence[int]]) -> Schedule:
         """Rings inside the hosts, then for each share a ring of those who answer for it, then rings inside."""
@@ -81,7 +81,7 @@ class Hierarchical:
 
 
 def hierarchical() -> Hierarchical:
-    """Inside each host, then across: best where hosts are joined by slower links than ranks of one host.
+    """Sum inside each host, then across: best where hosts are joined by slower links than ranks of one host.
 
     >>> len(hierarchical().schedule([[0, 1, 2], [3, 4, 5]]).rounds)
     6

@@ -23,10 +23,10 @@ from gradsync.cluster import as_hosts
 
 @dataclass(frozen=True)
 class Ring:
-    """See `ring`."""
+    """The recipe that `ring()` makes."""
 
     def schedule(self, hosts: int | Sequence[Sequence[int]]) -> Schedule:
-        """Host after host, so that each host's border is crossed once each way."""
+        """The ranks stand host after host, so that each host's border is crossed once each way."""
         ranks = [rank for host in as_hosts(hosts) for rank in host]
         blocks = [(chunk,) for chunk in range(len(ranks))]
         rounds = reduce_scatter_rounds(ranks, blocks) + all_gather_rounds(ranks, blocks)

@@ -89,7 +89,7 @@ class Recipe(Protocol):
 
 
 def chunk_bounds(numel: int, num_chunks: int) -> tuple[tuple[int, int], ...]:
-    """Where each chunk begins and ends; sizes differ by at most one element, the larger ones first.
+    """Return where each chunk begins and ends; sizes differ by at most one element, the larger ones first.
 
     >>> chunk_bounds(10, 4)
     ((0, 3), (3, 6), (6, 8), (8, 10))

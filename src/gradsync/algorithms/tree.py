@@ -45,7 +45,7 @@ Parents = tuple[int | None, ...]  # by position; the root has None
 
 @dataclass(frozen=True)
 class Tree:
-    """See `tree`."""
+    """The recipe that `tree()` makes, its argument checked."""
 
     num_pipeline_chunks: int = 8
 

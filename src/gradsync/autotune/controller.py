@@ -34,13 +34,13 @@ import torch
 from gradsync.agreement.documents import share
 from gradsync.agreement.header import Call
 from gradsync.autotune import saved_choice
-from gradsync.autotune.decide import Decision, decide, describe_miss, gather, probe_links, say
+from gradsync.autotune.decide import Decision, decide, describe_miss, gather, is_off, probe_links, say
 from gradsync.autotune.profiling import Timing, devices_of
 from gradsync.autotune.saved_choice import SavedChoice
 from gradsync.autotune.stopwatch import Stopwatch, clock_for
 from gradsync.engine.assemble import Builder
-from gradsync.engine.listeners import Moments
-from gradsync.engine.loop import Steps
+from gradsync.engine.listeners import moments_of
+from gradsync.engine.loop import StepLoop
 from gradsync.engine.several_models import chooses
 from gradsync.errors import Disagreement, listed
 from gradsync.plan.auto import PROFILING, Auto
@@ -48,7 +48,7 @@ from gradsync.plan.sync_plan import Plan
 from gradsync.trace.lines import PlanChoice
 
 
-def switch(steps: Steps, builder: Builder, plan: Plan) -> None:
+def switch(steps: StepLoop, builder: Builder, plan: Plan) -> None:
     """Run with `plan` from now on; every rank calls this at once, at a border.
 
     Raises ValueError on all of them if the plan does not fit here; then nothing has changed.
@@ -70,15 +70,14 @@ def switch(steps: Steps, builder: Builder, plan: Plan) -> None:
     old.lane.close(together=True)
 
 
-_TOLERANCE = 0.25  # by which a measured step may be off the predicted one
 _NEVER = sys.maxsize
 _WORD = struct.Struct("<d")
 
 
 class Controller:
-    """The listener of a GradSync that chooses its plan; see `Moments`."""
+    """The listener of a GradSync that chooses its plan; see `Listeners`."""
 
-    def __init__(self, auto: Auto, steps: Steps, builder: Builder, name: str) -> None:
+    def __init__(self, auto: Auto, steps: StepLoop, builder: Builder, name: str) -> None:
         """Every rank calls this at once, with nothing under way."""
         self.predicted_s: float | None = None
         self._auto = auto
@@ -86,7 +85,7 @@ class Controller:
         self._builder = builder
         self._name = name
         self._entries = steps.synchronization.entries
-        self._cluster = auto.cluster or probe_links(steps.synchronization.lane, builder.parent)
+        self._cluster = auto.cluster or probe_links(steps.lane, builder.parent)
         self._waited_s: float | None = None  # what a synchronization took when the plan was chosen last
         self._misses = 0  # in a row
         self._due = _NEVER  # the count of synchronizations at which all ranks meet
@@ -108,22 +107,9 @@ class Controller:
 
     @property
     def _step(self) -> int:
-        return self._steps.synchronization.lane.step
+        return self._steps.lane.step
 
-    # As a listener
-
-    @property
-    def moments(self) -> Moments:
-        return {
-            "border": self.border,
-            "forward_begins": self.forward_begins,
-            "backward_begins": self.backward_begins,
-            "arrived": self.arrived,
-            "backward_ends": self.backward_ends,
-            "synchronized": self.synchronized,
-            "optimizer_begins": self.optimizer_begins,
-            "optimizer_ends": self.optimizer_ends,
-        }
+    # As a listener: see `moments_of`
 
     @property
     def is_due(self) -> bool:
@@ -139,48 +125,32 @@ class Controller:
         else:
             self._check()
 
-    def forward_begins(self) -> None:
-        if self._stopwatch is not None:
-            self._stopwatch.forward_begins()
-
-    def backward_begins(self) -> None:
-        if self._stopwatch is not None:
-            self._stopwatch.backward_begins()
-
-    def arrived(self, index: int) -> None:
-        if self._stopwatch is not None:
-            self._stopwatch.arrived(index)
-
-    def backward_ends(self) -> None:
-        if self._stopwatch is not None:
-            self._stopwatch.backward_ends()
-
     def synchronized(self, counts: bool) -> None:
         if self._stopwatch is not None:
             self._stopwatch.lap(counts and self._warm, waited=True)
             self._warm = True
-
-    def optimizer_begins(self) -> None:
-        if self._stopwatch is not None:
-            self._stopwatch.optimizer_begins()
-
-    def optimizer_ends(self) -> None:
-        if self._stopwatch is not None:
-            self._stopwatch.optimizer_ends()
 
     # The phases
 
     def _profile(self) -> None:
         """Time the steps that come; the first one warms up."""
         self._phase, self.predicted_s = "profiling", None
-        self._stopwatch = Stopwatch(clock_for(devices_of(self._entries)))
+        self._time_by(Stopwatch(clock_for(devices_of(self._entries))))
         self._warm = False
         self._due = self._step + 1 + self._auto.steps
+
+    def _time_by(self, stopwatch: Stopwatch | None) -> None:
+        """Have it hear of the steps from now on, in place of the one before."""
+        if self._stopwatch is not None:
+            self._steps.listeners.remove(**moments_of(self._stopwatch))
+        self._stopwatch = stopwatch
+        if stopwatch is not None:
+            self._steps.listeners.add(first=True, **moments_of(stopwatch))
 
     def _choose(self) -> None:
         self._steps.meet(Call.PLAN)
         assert self._stopwatch is not None
-        lane = self._steps.synchronization.lane
+        lane = self._steps.lane
         with self._steps.failing():
             timings = gather(lane, self._stopwatch, self._auto.steps, self._entries)
             if not timings:  # every step was dropped
@@ -197,17 +167,17 @@ class Controller:
         # Who comes last waits for nobody: the shortest wait is communication alone.
         waited_s = min(timing.waited_s for timing in timings)
         before_s, self._waited_s = self._waited_s, waited_s
-        if self._cluster is None or (before_s is not None and _is_off(waited_s, before_s)):
-            self._cluster = probe_links(self._steps.synchronization.lane, self._builder.parent)
+        if self._cluster is None or (before_s is not None and is_off(waited_s, before_s)):
+            self._cluster = probe_links(self._steps.lane, self._builder.parent)
 
     def _adopt(self, decision: Decision, anew: bool = True) -> None:
         """Run with this plan, and look after its prediction; not `anew`: it was chosen in an earlier run."""
         plan, predicted_s, inputs = decision
-        self._stopwatch = None
+        self._time_by(None)
         try:
             switch(self._steps, self._builder, plan)
         except ValueError as error:  # on every rank: it does not fit here
-            if self._steps.synchronization.lane.groups.rank == 0:
+            if self._steps.lane.groups.rank == 0:
                 warnings.warn(
                     f"gs.auto() chose a plan that cannot run here, so it uses the default: {error}", stacklevel=2
                 )
@@ -237,12 +207,12 @@ class Controller:
         heads = self._steps.meet(Call.PLAN, _WORD.pack(median(times) if times else math.nan))
         medians = [value for head in heads if not math.isnan(value := _WORD.unpack(head.digest)[0])]
         measured_s = median(medians) if medians else self.predicted_s
-        if not _is_off(measured_s, self.predicted_s):
+        if not is_off(measured_s, self.predicted_s):
             self._misses = 0
             self._run()
             return
         self._misses += 1
-        if self._steps.synchronization.lane.groups.rank == 0:
+        if self._steps.lane.groups.rank == 0:
             say(describe_miss(measured_s, self.predicted_s, self._step, self._auto.steps))
         with self._steps.failing():
             switch(self._steps, self._builder, PROFILING)
@@ -255,9 +225,7 @@ class Controller:
         if self.predicted_s is None:
             return saved_choice.flatten(None)
         plan = self._steps.plan.canonical()
-        return saved_choice.flatten(
-            SavedChoice(plan, self.predicted_s, self._steps.synchronization.lane.groups.size, self._auto.allow)
-        )
+        return saved_choice.flatten(SavedChoice(plan, self.predicted_s, self._steps.lane.groups.size, self._auto.allow))
 
     def take_plan(self, state: Mapping[str, torch.Tensor]) -> None:
         """Run with the plan that this state was saved with, if it was chosen for as many ranks from as much.
@@ -270,7 +238,7 @@ class Controller:
             mine = saved_choice.read(state)
         except ValueError as error:
             refusal = error
-        lane = self._steps.synchronization.lane
+        lane = self._steps.lane
         with self._steps.failing():
             documents = share(lane, {"chosen": mine, "refusal": None if refusal is None else str(refusal)})
         if refusal is not None:
@@ -292,11 +260,3 @@ class Controller:
             self._profile()
         elif self._phase == "running":
             self._run()
-
-
-def _is_off(measured_s: float, expected_s: float) -> bool:
-    """
-    >>> _is_off(1.2, 1.0), _is_off(1.3, 1.0), _is_off(0.7, 1.0)
-    (False, True, True)
-    """
-    return abs(measured_s - expected_s) > _TOLERANCE * expected_s

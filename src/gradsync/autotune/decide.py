@@ -18,7 +18,7 @@ from gradsync.agreement.documents import share
 from gradsync.autotune.profiling import Timing, join, pack, unpack
 from gradsync.autotune.stopwatch import Stopwatch
 from gradsync.cluster import Cluster
-from gradsync.engine.bucket import Entry
+from gradsync.engine.bucket import GradEntry
 from gradsync.errors import listed
 from gradsync.plan.auto import Allowed
 from gradsync.plan.sync_plan import Plan
@@ -29,6 +29,8 @@ from gradsync.planner.snippet import in_words
 from gradsync.probe.measure import measure
 from gradsync.transport.lane import Lane
 from gradsync.units import show_seconds
+
+_TOLERANCE = 0.25  # by which a measured step may be off the predicted one
 
 
 def say(sentence: str) -> None:
@@ -56,6 +58,15 @@ def describe_miss(measured_s: float, predicted_s: float, step: int, steps: int) 
         f"auto measured {measured} a step at step {step} where {predicted} were predicted ({off:+.0f} %): "
         f"{steps} steps are profiled again, exactly, and a plan is chosen anew"
     )
+
+
+def is_off(measured_s: float, expected_s: float) -> bool:
+    """Whether a time is another one than was expected.
+
+    >>> is_off(1.2, 1.0), is_off(1.3, 1.0), is_off(0.7, 1.0)
+    (False, True, True)
+    """
+    return abs(measured_s - expected_s) > _TOLERANCE * expected_s
 
 
 class ChoiceInputs(NamedTuple):
@@ -107,7 +118,7 @@ def probe_links(lane: Lane, parent: dist.ProcessGroup) -> Cluster | None:
     return None
 
 
-def gather(lane: Lane, stopwatch: Stopwatch, steps: int, entries: Sequence[Entry]) -> list[Timing]:
+def gather(lane: Lane, stopwatch: Stopwatch, steps: int, entries: Sequence[GradEntry]) -> list[Timing]:
     """What the ranks measured, of those that did; every rank calls this at once."""
     mine = pack(Timing.of(stopwatch.samples()[-steps:], len(entries)), steps, len(entries))
     found = [unpack(row, steps) for row in lane.exchange(mine, "the times of a step")]
@@ -115,7 +126,12 @@ def gather(lane: Lane, stopwatch: Stopwatch, steps: int, entries: Sequence[Entry
 
 
 def decide(
-    lane: Lane, timings: Sequence[Timing], entries: Sequence[Entry], cluster: Cluster | None, allow: Allowed, name: str
+    lane: Lane,
+    timings: Sequence[Timing],
+    entries: Sequence[GradEntry],
+    cluster: Cluster | None,
+    allow: Allowed,
+    name: str,
 ) -> Decision:
     """Rank 0 chooses, says so, and tells the others; every rank calls this at once."""
     mine = Decision(Plan(), None, None)

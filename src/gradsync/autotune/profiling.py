@@ -16,8 +16,8 @@ import torch
 from torch.optim import Optimizer
 
 from gradsync.autotune.stopwatch import StepSample, Stopwatch, clock_for
-from gradsync.engine.bucket import Entry
-from gradsync.engine.hooks import Hooks, queue_callback
+from gradsync.engine.bucket import GradEntry
+from gradsync.engine.hooks import HookListener, Hooks, queue_callback
 from gradsync.engine.parameters import take_inventory
 from gradsync.planner.profile import Gradient, ModelProfile
 
@@ -67,8 +67,8 @@ def profile(
     return join([timing], entries, type(model).__name__)
 
 
-class _HookTimer:
-    """Hears the hooks; see `HookListener`."""
+class _HookTimer(HookListener):
+    """Times what the hooks say."""
 
     def __init__(self, stopwatch: Stopwatch) -> None:
         self.stopwatch = stopwatch
@@ -85,7 +85,7 @@ class _HookTimer:
             self.stopwatch.backward_begins()
             queue_callback(self._ended)
 
-    def arrived(self, entry: Entry, param: torch.Tensor) -> None:
+    def arrived(self, entry: GradEntry, param: torch.Tensor) -> None:
         self.backward_begins()
         self._fired = True
         self.stopwatch.arrived(entry.index)
@@ -98,8 +98,6 @@ class _HookTimer:
     def before_step(self, optimizer: Optimizer, closure: bool) -> None:
         if not closure:  # otherwise forward and backward run inside
             self.stopwatch.optimizer_begins()
-
-    def closure_ran(self, optimizer: Optimizer) -> None: ...
 
     def after_step(self, optimizer: Optimizer, closure: bool) -> None:
         if not closure:
@@ -160,7 +158,7 @@ def unpack(row: bytes, steps: int) -> Timing | None:
     return Timing(forward_s, backward_s, optimizer_s, input_s, waited_s, rest[: int(count)], rest[steps:])
 
 
-def join(timings: Sequence[Timing], entries: Sequence[Entry], name: str) -> ModelProfile:
+def join(timings: Sequence[Timing], entries: Sequence[GradEntry], name: str) -> ModelProfile:
     """The ranks' measurements as one profile: medians over them, and how far steps and ranks lie apart.
 
     Every parameter that is trained travels with each synchronization, those that had no gradient last; sparse
@@ -204,6 +202,6 @@ def _median(values: Iterable[float]) -> float:
     return median(known) if known else math.nan
 
 
-def devices_of(entries: Iterable[Entry]) -> set[torch.device]:
+def devices_of(entries: Iterable[GradEntry]) -> set[torch.device]:
     """The devices of the parameters."""
     return {entry.param.device for entry in entries}

@@ -62,7 +62,7 @@ class DeviceClock:
         return event
 
     def seconds(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
-        """Waits for both; so only when all laps are over."""
+        """Wait for both moments, so only when all laps are over; return the seconds between them."""
         first.synchronize()
         last.synchronize()
         return first.elapsed_time(last) / 1e3
@@ -193,7 +193,7 @@ class Stopwatch:
         return StepSample(forward_s, backward_s, optimizer_s, max(0.0, rest), waited_s, self._ready(lap, backward_s))
 
     def _ready(self, lap: Lap, backward_s: float) -> dict[int, float]:
-        """Since the last backward began; what arrived in an earlier one only was there by then."""
+        """Seconds from the beginning of the last backward; what arrived in an earlier one only was there by then."""
         last = lap.passes[-1]
         whole = self._clock.seconds(last.backward.moment, last.end.moment)
         share = backward_s / whole if whole > 0 else 1.0  # waiting for a core is spread over it

@@ -23,35 +23,21 @@ from gradsync.checkpoint.format import (
 )
 from gradsync.checkpoint.redistribute import changes, gather, receive
 from gradsync.compress import toml
-from gradsync.engine.loop import Steps
-from gradsync.engine.step import Synchronization
+from gradsync.engine.loop import StepLoop
 from gradsync.exchange.means import level
-from gradsync.exchange.residuals import Kept
-from gradsync.pace.contract import OpenWindow, Pace, SavedPace
+from gradsync.exchange.residuals import KeptState
+from gradsync.pace.contract import OpenWindow, SavedPace
 from gradsync.plan import paces
-from gradsync.transport.lane import Lane
 
 
 class StateCollector:
     """Knows which parts of the engine have something to keep."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: StepLoop) -> None:
         self._steps = steps
         self._shapes = {entry.name: tuple(entry.param.shape) for entry in steps.synchronization.entries}
 
-    # `gs.auto()` may have changed the plan since
-
-    @property
-    def _pace(self) -> Pace:
-        return self._steps.pace
-
-    @property
-    def _synchronization(self) -> Synchronization:
-        return self._steps.synchronization
-
-    @property
-    def _lane(self) -> Lane:
-        return self._steps.synchronization.lane
+    # `gs.auto()` may have changed the plan since: it is asked for each time
 
     @property
     def _kind(self) -> str:
@@ -68,70 +54,76 @@ class StateCollector:
     def state(self) -> State:
         """This rank's state. A batch that raised is finished first, as by the others; not while it is handled."""
         if sys.exception() is None and not self._steps.failed:
-            self._steps.dropped_batches.put_right_before_saving()
+            self._steps.dropped_batches.drop_raised_before_saving()
         return flatten(self._saved())
 
     def state_of_all(self) -> State:
         """Every rank's state, on rank 0."""
         self._steps.meet(Call.GATHER)
-        rank, saved = self._lane.groups.rank, self._saved()
+        rank, saved = self._steps.lane.groups.rank, self._saved()
         with self._steps.failing():
-            return gather(self._lane, flatten_shared(saved), flatten_part(rank, saved.parts[rank], saved.shared.step))
+            return gather(
+                self._steps.lane, flatten_shared(saved), flatten_part(rank, saved.parts[rank], saved.shared.step)
+            )
 
     def _saved(self) -> SavedRunState:
-        pace, held = self._pace.state(), self._pace.open_window()
-        kept = self._synchronization.sender.kept()  # after the pace has waited for what is under way
+        pace, held = self._steps.pace.state(), self._steps.pace.open_window()
+        kept = self._steps.synchronization.sender.kept()  # after the pace has waited for what is under way
         shared = SharedState(
-            step=self._lane.step,
-            world_size=self._lane.groups.size,
-            unit=self._synchronization.weighting.unit,
+            step=self._steps.lane.step,
+            world_size=self._steps.lane.groups.size,
+            unit=self._steps.synchronization.weighting.unit,
             backwards=held.backwards,
             recipe=self._recipe,
-            arrangement=self._synchronization.bucket_order.arrangement(),
+            arrangement=self._steps.synchronization.bucket_order.arrangement(),
         )
         by_hand = self._steps.unsynchronized > 0 and not held.backwards  # the user's own, and not in the state
-        weighed = None if by_hand else self._synchronization.weighting.state()
+        weighed = None if by_hand else self._steps.synchronization.weighting.state()
         num_hidden = len(held.hidden) + held.num_shown
         aborted = self._steps.dropped_batches.spoiled if held.backwards else 0
         part = OwnState(kept.residuals, held.hidden, num_hidden, weighed, pace.own, int(aborted))
-        mark = {f"{self._kind}.apart": torch.tensor(int(self._pace.replicas_differ), device="cpu")}
-        stored = pace.shared if self._pace.engine_averages else pace.shared | mark
-        return SavedRunState(shared, kept.factors, {self._lane.groups.rank: part}, stored)
+        mark = {f"{self._kind}.apart": torch.tensor(int(self._steps.pace.replicas_differ), device="cpu")}
+        stored = pace.shared if self._steps.pace.engine_averages else pace.shared | mark
+        return SavedRunState(shared, kept.factors, {self._steps.lane.groups.rank: part}, stored)
 
     # Giving
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Continue from a saved state. Nothing has changed here before all ranks have found that they can."""
         self._steps.meet(Call.LOAD)
-        keeps = len(self._synchronization.sender.kept().residuals)
-        taken, redistribution = receive(self._lane, state, self._shapes, keeps, self._steps.failing)
+        keeps = len(self._steps.synchronization.sender.kept().residuals)
+        taken, redistribution = receive(self._steps.lane, state, self._shapes, keeps, self._steps.failing)
         with self._steps.failing():
-            window_continues = redistribution.whole and self._pace.has_room_for(taken.shared.backwards)
+            window_continues = redistribution.whole and self._steps.pace.has_room_for(taken.shared.backwards)
             self._continue(taken, window_continues)
             self._load_pace(taken, redistribution.whole)
             self._steps.step_counts.begin_anew()
-        if self._lane.groups.rank == 0:  # all ranks see the same
+        if self._steps.lane.groups.rank == 0:  # all ranks see the same
             for change in (*changes(taken, redistribution, self._recipe), *self._changes(taken, window_continues)):
-                warnings.warn(f"{self._lane.place()} {change}", stacklevel=3)
+                warnings.warn(f"{self._steps.lane.place()} {change}", stacklevel=3)
 
     def _load_pace(self, taken: SavedRunState, whole: bool) -> None:
-        self._pace.load(SavedPace(taken.pace, _own(taken, self._lane.groups.rank) if whole else {}))
+        self._steps.pace.load(SavedPace(taken.pace, _own(taken, self._steps.lane.groups.rank) if whole else {}))
         others = [key for key in taken.pace if key.endswith(".apart") and key != f"{self._kind}.apart"]
-        if any(bool(taken.pace[key]) for key in others) and not self._pace.replicas_differ:
+        if any(bool(taken.pace[key]) for key in others) and not self._steps.pace.replicas_differ:
             # Every rank may have loaded a model of its own, and this pace keeps them equal.
-            level(self._lane, self._synchronization.exact, [entry.param for entry in self._synchronization.entries])
+            level(
+                self._steps.lane,
+                self._steps.synchronization.exact,
+                [entry.param for entry in self._steps.synchronization.entries],
+            )
 
     def _continue(self, taken: SavedRunState, window_continues: bool) -> None:
         shared, parts = taken.shared, list(taken.parts.values())
-        self._synchronization.sender.replace(Kept(add_up(parts), taken.factors))
-        self._synchronization.bucket_order.arrange(shared.arrangement)
+        self._steps.synchronization.sender.replace(KeptState(add_up(parts), taken.factors))
+        self._steps.synchronization.bucket_order.arrange(shared.arrangement)
         held = OpenWindow(shared.backwards, parts[0].hidden) if window_continues else OpenWindow(0, {})
-        self._synchronization.continue_window(held.backwards, set(held.hidden))
-        self._pace.resume_window(held)
-        self._synchronization.weighting.continue_at(shared.unit, parts[0].weight if window_continues else None)
+        self._steps.synchronization.continue_window(held.backwards, set(held.hidden))
+        self._steps.pace.resume_window(held)
+        self._steps.synchronization.weighting.continue_at(shared.unit, parts[0].weight if window_continues else None)
         self._steps.dropped_batches.step_ends(spoiled=Flag(parts[0].aborted if window_continues else 0))
         self._steps.dropped_batches.retries.another_batch()
-        self._lane.session.continue_at(shared.step)
+        self._steps.lane.session.continue_at(shared.step)
 
     def _changes(self, taken: SavedRunState, window_continues: bool) -> Iterator[str]:
         """What else is not as it was."""
@@ -150,7 +142,7 @@ class StateCollector:
                 "(torch.distributed.checkpoint does not: with it, save while sync.mid_window is False). What a "
                 "backward that raised, or one under no_sync(), has begun to add to cannot be saved"
             )
-        waiting = self._synchronization.sender.waiting
+        waiting = self._steps.synchronization.sender.waiting
         if waiting and shared.arrangement.learned:
             yield (
                 f"{len(waiting)} parameters with a residual, {waiting[0]} among them, are not compressed here (one "

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from gradsync.cli.gpu_option import shared_gpus
 from gradsync.launch.spawn import RankPool
 
 T = TypeVar("T")
@@ -34,15 +35,21 @@ Measure = Callable[[dist.ProcessGroup, Tick], T]
 
 
 @contextmanager
-def local_ranks(ranks: int, threads: int, total: int, title: str, quiet: bool) -> Iterator[tuple[RankPool, str]]:
+def local_ranks(
+    ranks: int, threads: int, total: int, title: str, quiet: bool, share_gpus: bool = False, mps: bool = True
+) -> Iterator[tuple[RankPool, str]]:
     """A pool, and a folder for what its ranks write; both are gone afterwards, whatever happens."""
-    with rank_folder(total, title, quiet) as folder, RankPool(ranks, threads) as pool:
-        yield pool, folder
+    with ExitStack() as stack:
+        env = stack.enter_context(shared_gpus(ranks, quiet, mps)) if share_gpus else {}
+        folder = stack.enter_context(rank_folder(total, title, quiet))
+        yield stack.enter_context(RankPool(ranks, threads, nccl=share_gpus, env=env)), folder
 
 
-def measure_alone(measure: Measure[T], ranks: int, num_stages: int, quiet: bool, timeout: float) -> T:
+def measure_alone(
+    measure: Measure[T], ranks: int, num_stages: int, quiet: bool, timeout: float, share_gpus: bool = False
+) -> T:
     """Rank 0's value of `measure(group, tick)` on ranks of this machine, each with one thread."""
-    with local_ranks(ranks, 1, num_stages, "measuring", quiet) as (pool, folder):
+    with local_ranks(ranks, 1, num_stages, "measuring", quiet, share_gpus) as (pool, folder):
         measured: T = pool.run(_take_part, measure, folder, timeout=timeout)[0]
         return measured
 

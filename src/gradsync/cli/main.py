@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import signal
 import sys
-from argparse import RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -58,7 +57,6 @@ def _parser(arguments: Sequence[str]) -> Parser:
         prog="gradsync",
         description="Keeps the replicas of a data-parallel PyTorch training run in step, and says what that costs.",
         epilog=_EXAMPLE,
-        formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"gradsync {_version()}")
     parser.set_defaults(run=_no_command)

@@ -84,7 +84,7 @@ class BlockCodec(Codec, ABC):
         return align(heads) + sum(count * self.body_nbytes(length) for count, length in blocks)
 
     def rounds(self, bucket: CodedBucket) -> Rounds:
-        """See the two ways above."""
+        """The rounds of two phases where they pay, else of a gather: see the two ways above."""
         return (_two_phases if two_phases_pay(bucket.size, bucket.in_memory) else _gather)(self, bucket)
 
 
@@ -93,7 +93,7 @@ def _gather(codec: BlockCodec, bucket: CodedBucket) -> Rounds:
     code, claimed, rank = codec.code(), sum(map(codec.nbytes, bucket.params)), bucket.rank
     table = bucket.prepare(lambda: partition(codec, bucket.spans, 1, bucket.device).whole)
     rows = bucket.rows(bucket.size, lambda: table.nbytes, claimed)
-    mine = bucket.prepare(lambda: rows.near[rank])
+    mine = bucket.prepare(lambda: rows.tensor[rank])
 
     def encode_mine(step: int) -> None:
         residual = bucket.residual
@@ -102,7 +102,7 @@ def _gather(codec: BlockCodec, bucket: CodedBucket) -> Rounds:
 
     yield Compute(encode_mine, encode=1)
     yield Gather(rows)
-    yield Compute(lambda step: decode(code, rows.near, table, bucket.flat), decode=bucket.size)
+    yield Compute(lambda step: decode(code, rows.tensor, table, bucket.flat), decode=bucket.size)
 
 
 def _two_phases(codec: BlockCodec, bucket: CodedBucket) -> Rounds:
@@ -116,10 +116,10 @@ def _two_phases(codec: BlockCodec, bucket: CodedBucket) -> Rounds:
     def encode_mine(step: int) -> None:
         residual = bucket.residual
         mode = Mode.NONE if residual is None else Mode.FEEDBACK
-        encode(code, bucket.flat, residual, parts.whole, mine.near.view(-1), mode, codec.key(step, 2 * rank))
+        encode(code, bucket.flat, residual, parts.whole, mine.tensor.view(-1), mode, codec.key(step, 2 * rank))
 
     def add_up(step: int) -> None:
-        flat, residual, rows, part = bucket.flat, bucket.residual, theirs.near, parts.parts[rank]
+        flat, residual, rows, part = bucket.flat, bucket.residual, theirs.tensor, parts.parts[rank]
         decode(code, rows, part, flat)
         mode = Mode.NONE if residual is None else Mode.ABSORB
         encode(code, flat, residual, part, rows[rank], mode, codec.key(step, 2 * rank + 1))
@@ -128,7 +128,7 @@ def _two_phases(codec: BlockCodec, bucket: CodedBucket) -> Rounds:
     yield Trade(theirs, mine)
     yield Compute(add_up, encode=1 / size, decode=1)
     yield Gather(theirs)
-    yield Compute(lambda step: decode(code, theirs.near.view(1, -1), parts.whole, bucket.flat), decode=1)
+    yield Compute(lambda step: decode(code, theirs.tensor.view(1, -1), parts.whole, bucket.flat), decode=1)
 
 
 class Parts(NamedTuple):
@@ -181,11 +181,6 @@ def partition(codec: BlockCodec, spans: Sequence[Span], num_parts: int, device: 
     split = _on(device, rows).split(np.diff(borders).tolist())
     tables = (BlockTable(part, nbytes) for part, (_, nbytes) in zip(split, parts, strict=True))
     return Parts(BlockTable(whole, whole_nbytes), tuple(tables), part_nbytes)
-
-
-def build_table(codec: BlockCodec, spans: Sequence[Span], device: torch.device | str = "cpu") -> BlockTable:
-    """One table of all blocks, in the order of the bucket: what `partition` makes for a single owner."""
-    return partition(codec, spans, 1, device).whole
 
 
 def blocks_of(codec: BlockCodec, spans: Sequence[Span]) -> Blocks:

@@ -1,4 +1,4 @@
-"""By parameter: rules, as data, that say which gradients are compressed, and how."""
+"""Rules by parameter, as data, that say which gradients are compressed, and how."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradsync.compress.recipe import EXACT, Choice, Compressor, check_compressor
 
 @dataclass(frozen=True)
 class Rule:
-    """See `rule`."""
+    """What `rule()` makes: which parameters it is for, and how they are compressed."""
 
     pattern: str
     compress: Compressor | None
@@ -52,7 +52,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class ByParameter:
-    """See `by_parameter`."""
+    """What `by_parameter()` makes: the rules in their order, and the default."""
 
     rules: tuple[Rule, ...]
     default: Compressor | None = None
@@ -83,7 +83,7 @@ class ByParameter:
 
 
 def rule(pattern: str = "*", *, compress: Compressor | None, min_numel: int = 0, dims: int | None = None) -> Rule:
-    """For parameters whose name fits `pattern`, with at least `min_numel` elements and exactly `dims` dimensions.
+    """A rule for parameters whose name fits `pattern`, with `min_numel` elements or more and exactly `dims` dimensions.
 
     >>> rule("*.bias", compress=None).matches(Param("layers.0.bias", (10,)))
     True

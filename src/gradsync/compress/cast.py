@@ -17,7 +17,7 @@ from gradsync.compress.rounds import CodedBucket, Compute, Payload, Rounds, Sum
 
 
 class Cast(Codec, ABC):
-    """A narrower dtype."""
+    """A cast to a narrower dtype."""
 
     quality = "16-bit"
     traffic = MemoryTraffic(6.0, 6.0)
@@ -35,11 +35,11 @@ class Cast(Codec, ABC):
         payload = bucket.numbers(bucket.numel, self.dtype)
         yield Compute(lambda step: _encode(bucket, payload), encode=1)
         yield Sum(payload)
-        yield Compute(lambda step: bucket.flat.copy_(payload.near), decode=1)
+        yield Compute(lambda step: bucket.flat.copy_(payload.tensor), decode=1)
 
 
 def _encode(bucket: CodedBucket, payload: Payload) -> None:
-    flat, residual, sent = bucket.flat, bucket.residual, payload.near
+    flat, residual, sent = bucket.flat, bucket.residual, payload.tensor
     if residual is None:
         sent.copy_(flat)
         return
@@ -51,7 +51,7 @@ def _encode(bucket: CodedBucket, payload: Payload) -> None:
 
 @dataclass(frozen=True)
 class Fp16(Cast):
-    """See `fp16`."""
+    """What `fp16()` makes: a cast to torch.float16."""
 
     name: ClassVar[str] = "fp16"
     dtype: ClassVar[torch.dtype] = torch.float16
@@ -59,7 +59,7 @@ class Fp16(Cast):
 
 @dataclass(frozen=True)
 class Bf16(Cast):
-    """See `bf16`."""
+    """What `bf16()` makes: a cast to torch.bfloat16."""
 
     name: ClassVar[str] = "bf16"
     dtype: ClassVar[torch.dtype] = torch.bfloat16

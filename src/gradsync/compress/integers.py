@@ -43,7 +43,7 @@ class Integers(BlockCodec, ABC):
 
 @dataclass(frozen=True)
 class Int8(Integers):
-    """See `int8`."""
+    """The codec of `int8()`: a byte per element, a scale per block."""
 
     name: ClassVar[str] = "int8"
     traffic = MemoryTraffic(13.0, 5.0)
@@ -55,7 +55,7 @@ class Int8(Integers):
 
 @dataclass(frozen=True)
 class Int4(Integers):
-    """See `int4`."""
+    """The codec of `int4()`: half a byte per element, a scale per block."""
 
     name: ClassVar[str] = "int4"
     traffic = MemoryTraffic(12.5, 4.5)

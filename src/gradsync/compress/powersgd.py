@@ -28,7 +28,7 @@ _MEASURED_RANK = 4  # by probes, and where nobody measured
 
 @dataclass(frozen=True)
 class PowerSGD(Codec):
-    """See `powersgd`."""
+    """The codec of `powersgd()`: the rank, the least ratio and the seed, checked."""
 
     name: ClassVar[str] = "powersgd"
     traffic = MemoryTraffic(12.0, 8.0, 8.0)
@@ -120,7 +120,7 @@ class _Factoring:
         self._codec, self._factors = codec, bucket.factors
         # Without feedback the sum of gradient and nothing is made in the same place.
         self._scratch = torch.zeros_like(bucket.flat, dtype=torch.float32) if bucket.residual is None else None
-        self._batches = list(self._make_batches(bucket, p.near, q.near))
+        self._batches = list(self._make_batches(bucket, p.tensor, q.tensor))
         self._before: list[torch.Tensor] = []  # of the step under way: Q of the last one,
         self._own: list[torch.Tensor] = []  # and this rank's part of the new one
 
@@ -162,9 +162,9 @@ class _Factoring:
         self._before, self._own = [], []
 
     def _keep(self, batch: _Batch, before: torch.Tensor) -> None:
-        """Where the next step begins; after a NaN: where this one did.
+        """Keep the Q with which the next step begins; after a NaN the one with which this step began.
 
-        A matrix of a lower rank leaves columns of zeros, from which no step would ever find anything again: anew.
+        A matrix of a lower rank leaves columns of zeros, from which no step would find anything: they begin anew.
         """
         sound = batch.q.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
         found = torch.where((batch.q == 0).all(-2, keepdim=True), batch.start, batch.q)

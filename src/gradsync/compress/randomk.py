@@ -22,7 +22,7 @@ from gradsync.kernels.block_torch import dither
 
 
 class Strata(NamedTuple):
-    """Where the elements of a step are drawn from: a row of numbers per stratum, on the device of the bucket."""
+    """The strata from which a step draws its elements: a row of numbers each, on the device of the bucket."""
 
     begin: torch.Tensor  # its first element in the flat tensor
     length: torch.Tensor
@@ -38,7 +38,7 @@ class Strata(NamedTuple):
 
 @dataclass(frozen=True)
 class RandomK(Codec):
-    """See `randomk`."""
+    """The codec of `randomk()`: the density and the seed, checked."""
 
     name: ClassVar[str] = "randomk"
     traffic = MemoryTraffic(12.1, 4.1)
@@ -90,7 +90,7 @@ class _Sampling:
     """A bucket and its payload."""
 
     def __init__(self, bucket: CodedBucket, strata: Strata, payload: Payload) -> None:
-        self._flat, self._residual, self._payload, self._strata = bucket.flat, bucket.residual, payload.near, strata
+        self._flat, self._residual, self._payload, self._strata = bucket.flat, bucket.residual, payload.tensor, strata
         self._places = strata.begin  # those drawn in the step under way
         # Without feedback an element stands for all of its stratum.
         self._weight = strata.length.to(torch.float32) if bucket.residual is None else None

@@ -28,7 +28,7 @@ T = TypeVar("T")
 class Payload:
     """Memory that a round reads and fills."""
 
-    near: torch.Tensor  # where the bucket's device works on it; there is none in a `BucketForm`
+    tensor: torch.Tensor  # where the bucket's device works on it; there is none in a `BucketForm`
 
     def __init__(self, nbytes: float) -> None:
         """`nbytes`: what one rank brings, as its codec claims."""
@@ -45,7 +45,7 @@ class Compute(NamedTuple):
 
     @property
     def what(self) -> str:
-        """Under which name its seconds are counted; "" if they are not."""
+        """The name under which its seconds are counted; "" if they are not."""
         if self.encode or self.between:
             return "encode_s"
         return "decode_s" if self.decode else ""
@@ -76,11 +76,11 @@ class SumInside(NamedTuple):
     payload: Payload
 
 
-class Absent(NamedTuple):
-    """Others have a round here, and this rank has not."""
+class NoRound(NamedTuple):
+    """A round that others have here, and this rank has not."""
 
 
-Rounds = Iterator[Compute | Sum | Gather | Trade | SumInside | Absent]
+Rounds = Iterator[Compute | Sum | Gather | Trade | SumInside | NoRound]
 
 
 class CodedBucket(ABC):
@@ -136,12 +136,12 @@ class BucketForm(CodedBucket):
 
 
 def exact(bucket: CodedBucket) -> Rounds:
-    """As it is: one sum."""
+    """Send a bucket as it is: one sum."""
     yield Sum(bucket.whole)
 
 
-def across(bucket: CodedBucket, inner: Rounds, speaks: bool) -> Rounds:
-    """Exactly inside each host, compressed across: the first rank of a host speaks for it.
+def across(bucket: CodedBucket, inner: Rounds, encodes: bool) -> Rounds:
+    """Sum exactly inside each host, compressed across: the first rank of a host encodes for it.
 
     inside, a sum      across, compressed             inside, back to all
     ranks of a host    the first ranks of all hosts   ranks of a host
@@ -149,7 +149,7 @@ def across(bucket: CodedBucket, inner: Rounds, speaks: bool) -> Rounds:
     `inner` are the rounds across; a rank that does not `speak` is absent from them.
     """
     yield SumInside(bucket.whole)
-    if speaks:
+    if encodes:
         yield from inner
     else:
         yield from absences(inner)
@@ -159,5 +159,5 @@ def across(bucket: CodedBucket, inner: Rounds, speaks: bool) -> Rounds:
 
 
 def absences(rounds: Iterable[object]) -> Rounds:
-    """As many rounds, without this rank."""
-    return (Absent() for stage in rounds if not isinstance(stage, Compute))
+    """An absence for each of these rounds: other ranks run them without this rank."""
+    return (NoRound() for stage in rounds if not isinstance(stage, Compute))

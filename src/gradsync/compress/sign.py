@@ -13,7 +13,7 @@ from gradsync.kernels.block_kernels import MAX_BLOCK, Code, Method
 
 @dataclass(frozen=True)
 class Sign(BlockCodec):
-    """See `sign`."""
+    """The codec of `sign()`: a bit per element, a mean per block."""
 
     name: ClassVar[str] = "sign"
     traffic = MemoryTraffic(12.1, 4.1)

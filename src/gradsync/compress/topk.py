@@ -19,7 +19,7 @@ _HEAD_ALIGN_NBYTES = 4
 
 @dataclass(frozen=True)
 class TopK(BlockCodec):
-    """See `topk`."""
+    """The codec of `topk()`: the density and the block, checked."""
 
     name: ClassVar[str] = "topk"
     traffic = MemoryTraffic(12.1, 4.1)

@@ -15,7 +15,7 @@ from gradsync.compress.recipe import Choice, Compressor, check_inner, check_whol
 
 @dataclass(frozen=True)
 class ErrorFeedback:
-    """See `error_feedback`."""
+    """What `error_feedback()` makes: `inner`, with what it loses kept for the next gradient."""
 
     inner: Compressor
 
@@ -51,7 +51,7 @@ def with_feedback(name: str, codec: Compressor, feedback: bool) -> Compressor:
 
 @dataclass(frozen=True)
 class Warmup:
-    """See `warmup`."""
+    """What `warmup()` makes: `inner`, after so many exact steps."""
 
     inner: Compressor
     steps: int
@@ -77,7 +77,7 @@ def warmup(inner: Compressor, steps: int) -> Warmup:
 
 @dataclass(frozen=True)
 class AcrossHosts:
-    """See `across_hosts`."""
+    """What `across_hosts()` makes: `inner`, between hosts only."""
 
     inner: Compressor
 

@@ -29,7 +29,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from gradsync.agreement.header import NO_REPLICA_DIGEST, Headers
-from gradsync.engine.bucket import Entry
+from gradsync.engine.bucket import GradEntry
 from gradsync.kernels import digest
 
 NUM_SHARES = 60  # with the delay of the digests everything is compared within 64 steps
@@ -95,7 +95,7 @@ class Piece(NamedTuple):
         return taken if isinstance(taken, int) else digest.digest(taken)
 
 
-def replica_tensors_of(entries: Sequence[Entry], optimizers: Sequence[Optimizer]) -> list[ReplicaTensor]:
+def replica_tensors_of(entries: Sequence[GradEntry], optimizers: Sequence[Optimizer]) -> list[ReplicaTensor]:
     """What a replica holds, in an order that is equal on every rank; what may be the cause of the rest comes first."""
     titles = [
         type(optimizer).__name__ + (f" {number}" if len(optimizers) > 1 else "")
@@ -115,7 +115,7 @@ def replica_tensors_of(entries: Sequence[Entry], optimizers: Sequence[Optimizer]
     return held
 
 
-def _optimizer_tensors(entries: Sequence[Entry], optimizer: Optimizer, number: int, of: str) -> list[ReplicaTensor]:
+def _optimizer_tensors(entries: Sequence[GradEntry], optimizer: Optimizer, number: int, of: str) -> list[ReplicaTensor]:
     return [
         ReplicaTensor(f'{word} of parameter "{entry.name}"{of}', entry.name, optimizer, (entry.param, word), number)
         for entry in entries
@@ -202,7 +202,9 @@ class DigestReading:
 class ReplicaDigests:
     """This rank's digests; it lives while the plan changes."""
 
-    def __init__(self, entries: Sequence[Entry], optimizers: Sequence[Optimizer], scaler: GradScaler | None) -> None:
+    def __init__(
+        self, entries: Sequence[GradEntry], optimizers: Sequence[Optimizer], scaler: GradScaler | None
+    ) -> None:
         self.entries = entries
         self.optimizers = optimizers
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None

@@ -16,7 +16,7 @@ from gradsync.agreement.header import NO_REPLICA_DIGEST, Flag, Head, Headers
 from gradsync.agreement.outcome import HealthLog
 from gradsync.drift.diagnosis import Diagnosis
 from gradsync.drift.digests import ReplicaDigests
-from gradsync.engine.bucket import Entry
+from gradsync.engine.bucket import GradEntry
 from gradsync.engine.listeners import Listeners
 from gradsync.plan.guard import Guard
 from gradsync.transport.lane import Lane
@@ -27,7 +27,7 @@ class DriftMonitor:
 
     def __init__(
         self,
-        entries: Sequence[Entry],
+        entries: Sequence[GradEntry],
         optimizers: Sequence[Optimizer],
         scaler: GradScaler | None,
         guard: Guard,
@@ -60,7 +60,7 @@ class DriftMonitor:
             self._replica_digests.take(step)
 
     def pause(self, paused: bool) -> None:
-        """Inside join() some ranks do not step, and replicas differ for a while."""
+        """Pause, or go on: inside join() some ranks do not step, and replicas differ for a while."""
         self._paused = paused
 
     def replaced(self) -> None:

@@ -30,7 +30,7 @@ from gradsync.engine.replicas import Buffers
 from gradsync.engine.step import Synchronization
 from gradsync.errors import Disagreement
 from gradsync.exchange.choose_route import ExactSum, UnfitAlgorithm
-from gradsync.exchange.sender import Sender, Transit, main_device, travelling_devices
+from gradsync.exchange.sender import GradientExchange, Sender, main_device, travelling_devices
 from gradsync.pace.async_sgd.async_pace import AsyncSGDPace
 from gradsync.pace.contract import Pace, PaceContext
 from gradsync.pace.delayed import DelayedPace
@@ -44,11 +44,11 @@ from gradsync.plan.paces import Accumulate, Delayed, EveryStep, LocalSGD
 from gradsync.plan.sync_plan import Plan
 from gradsync.trace import Recorder
 from gradsync.transport.groups import group_timeout
-from gradsync.transport.lane import NET_S, Lane, open_lane
+from gradsync.transport.lane import Lane, open_lane
 
 
-class AttachDocuments(NamedTuple):
-    """What a rank shows at the door."""
+class AttachRequest(NamedTuple):
+    """What a rank asks to attach with; all ranks compare it."""
 
     table: list[dict[str, Any]]  # of its parameters and buffers
     terms: dict[str, Any]  # the plan, and whatever else must be the same everywhere
@@ -56,29 +56,32 @@ class AttachDocuments(NamedTuple):
 
 
 def open_sender(
-    parent: dist.ProcessGroup, plan: Plan, guard: Guard, inventory: Inventory, documents: AttachDocuments, always: bool
-) -> Transit:
+    parent: dist.ProcessGroup, plan: Plan, guard: Guard, inventory: Inventory, request: AttachRequest, always: bool
+) -> GradientExchange:
     """Agree and begin; every member of `parent` calls this at once, and either all go on or all raise."""
     timeout = guard.timeout if guard.timeout is not None else group_timeout(parent)
     # Control only: the groups for data wait until the ranks have agreed on which they need.
     lane = open_lane(parent, guard, timeout)
     try:
-        refusal = documents.refusal
-        check_attach(lane, documents.table, documents.terms, None if refusal is None else str(refusal))
+        refusal = request.refusal
+        check_attach(lane, request.table, request.terms, None if refusal is None else str(refusal))
         if refusal is not None:
             raise refusal
         _warn_of_idle_rules(lane, plan, inventory)
         lane.open_team(HEAD_NBYTES + len(inventory.entries))
         devices = {tensor.device for tensor in inventory.tensors()}
-        exact = ExactSum(lane, parent, plan.algorithm, travelling_devices(parent, devices, plan), timeout + NET_S)
-        sender = Sender(lane, parent, exact, plan, main_device(devices), timeout + NET_S, always)
+        exact = ExactSum(lane, parent, plan.algorithm, travelling_devices(parent, devices, plan))
+        sender = Sender(lane, parent, exact, plan, main_device(devices), always)
     except BaseException as error:
         # These all ranks come to together: nothing is under way.
-        lane.close(together=error is refusal or isinstance(error, Disagreement | UnfitAlgorithm))
+        together = error is refusal or isinstance(error, Disagreement | UnfitAlgorithm)
+        if not together:
+            lane.give_up(error)  # or else the others would hear that this rank left, as if its work were done
+        lane.close(together)
         if isinstance(error, UnfitAlgorithm):
             raise ValueError(str(error)) from None
         raise
-    return Transit(lane, exact, sender)
+    return GradientExchange(lane, exact, sender)
 
 
 def _warn_of_idle_rules(lane: Lane, plan: Plan, inventory: Inventory) -> None:
@@ -119,7 +122,7 @@ def check_hooked(plan: Plan, names: Sequence[str]) -> None:
 
 
 def open_pace(plan: Plan, context: PaceContext, parent: dist.ProcessGroup, scaler: GradScaler | None = None) -> Pace:
-    """Every rank calls this at once, with equal parameters."""
+    """Make the pace; every rank calls this at once, with equal parameters."""
     match plan.pace:
         case EveryStep():
             return WindowPace(plan.pace, context.parameters)
@@ -135,7 +138,7 @@ def open_pace(plan: Plan, context: PaceContext, parent: dist.ProcessGroup, scale
         case paces.AsyncSGD():
             return AsyncSGDPace(plan.pace, context, parent, _timeout(context.guard, parent))
         case paces.Gossip():
-            return GossipPace(plan.pace, context, parent, _timeout(context.guard, parent) + NET_S)
+            return GossipPace(plan.pace, context, parent)
         case paces.OwnPace():
             opened = plan.pace.open(context)
             if not isinstance(opened, Pace):
@@ -180,13 +183,13 @@ class Builder:
     drift_monitor: DriftMonitor
     terms: dict[str, Any]  # beside the plan, what must be the same on every rank
 
-    def open(self, plan: Plan, refusal: Exception | None = None) -> Transit:
+    def open(self, plan: Plan, refusal: Exception | None = None) -> GradientExchange:
         """Agree, and make what gradients travel by; every rank calls this at once."""
-        documents = AttachDocuments(self.inventory.table(self.optimizers), plan.canonical() | self.terms, refusal)
-        return open_sender(self.parent, plan, self.guard, self.inventory, documents, self.always)
+        request = AttachRequest(self.inventory.table(self.optimizers), plan.canonical() | self.terms, refusal)
+        return open_sender(self.parent, plan, self.guard, self.inventory, request, self.always)
 
-    def build(self, plan: Plan, opened: Transit) -> Engine:
-        """The rest; likewise, with equal parameters."""
+    def build(self, plan: Plan, opened: GradientExchange) -> Engine:
+        """Make the rest of the engine; every rank calls this at once, with equal parameters."""
         lane, exact, sender = opened
         entries = self.inventory.entries
         parameters: list[tuple[str, torch.nn.Parameter]] = [(entry.name, entry.param) for entry in entries]

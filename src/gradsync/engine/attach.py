@@ -24,10 +24,11 @@ from gradsync.autotune.decide import say
 from gradsync.drift.monitor import DriftMonitor
 from gradsync.engine.assemble import Builder, check_hooked, check_pace
 from gradsync.engine.handle import GradSync
-from gradsync.engine.loop import Steps
+from gradsync.engine.listeners import moments_of
+from gradsync.engine.loop import StepLoop
 from gradsync.engine.parameters import Inventory, take_inventory
 from gradsync.engine.replicas import Buffers, broadcast_optimizer, broadcast_tensors
-from gradsync.engine.trace_step import Tracing, accord, open_tracer, wanted
+from gradsync.engine.trace_step import Tracing, agree_on_trace, open_tracer, wanted
 from gradsync.engine.user_hooks import hooked
 from gradsync.errors import Disagreement
 from gradsync.plan.auto import PROFILING, Auto
@@ -113,7 +114,7 @@ def attach_engine(
     scaler: GradScaler | None = None,
     trace: Path | None = None,
 ) -> GradSync:
-    """As `attach`; `always` puts the hooks on even where one rank alone would need none (to measure them)."""
+    """Do what `attach` does; `always` puts the hooks on even where one rank alone needs none (to measure them)."""
     plan, guard = Plan() if plan is None else plan, Guard() if guard is None else guard
     optimizers = _as_list(optimizer)
     parent = _parent(group)
@@ -151,12 +152,14 @@ def attach_engine(
     opened = builder.open(plan, refusal)
     try:
         _start_alike(opened.lane, inventory, optimizers)
+        engine = builder.build(plan, opened)
     except BaseException as error:
+        if not isinstance(error, Disagreement):
+            opened.lane.give_up(error)
         opened.lane.close(together=isinstance(error, Disagreement))
         raise
-    engine = builder.build(plan, opened)
     listens = always or trace is not None or engine.listens or guard.nonfinite != "allow"
-    steps = Steps(model, optimizers, engine, inventory.ignored, listens)
+    steps = StepLoop(model, optimizers, engine, inventory.ignored, listens)
     controller = None if auto is None else _open_controller(auto, steps, builder, type(model).__name__)
     sync = GradSync(optimizers, travelling, steps, controller, scaler)
     if size > 1 or trace is not None:
@@ -164,10 +167,10 @@ def attach_engine(
     return sync
 
 
-def _open_trace(sync: GradSync, steps: Steps, folder: Path | None) -> None:
-    """Every rank calls this at once, whether it traces or not."""
-    lane = steps.synchronization.lane
-    together, run_id = accord(lane, folder)
+def _open_trace(sync: GradSync, steps: StepLoop, folder: Path | None) -> None:
+    """Open the trace; every rank calls this at once, whether it traces or not."""
+    lane = steps.lane
+    together, run_id = agree_on_trace(lane, folder)
     if folder is None:
         return
     tracer = open_tracer(folder, lane, steps.synchronization.entries, steps.plan.canonical(), "gradsync", run_id)
@@ -175,14 +178,14 @@ def _open_trace(sync: GradSync, steps: Steps, folder: Path | None) -> None:
     steps.trace(Tracing(tracer, lane, together))
 
 
-def _open_controller(auto: Auto, steps: Steps, builder: Builder, name: str) -> Controller:
+def _open_controller(auto: Auto, steps: StepLoop, builder: Builder, name: str) -> Controller:
     try:
         controller = Controller(auto, steps, builder, name)
     except BaseException:
         steps.close()
-        steps.synchronization.lane.close(together=False)
+        steps.lane.close(together=False)
         raise
-    steps.tell(**controller.moments)
+    steps.tell(**moments_of(controller))
     return controller
 
 

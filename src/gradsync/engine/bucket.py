@@ -25,7 +25,7 @@ from gradsync.plan.packing import default_limit
 _LARGE_NBYTES = 1 << 16  # a CPU copies this much in less time than Python needs to ask for it
 
 
-class Entry:
+class GradEntry:
     """One parameter: where it lives in the model, and where its gradient lives in a bucket."""
 
     __slots__ = (
@@ -62,7 +62,7 @@ class Entry:
         return Item.like(self.name, self.param)
 
     def follow(self, owner: MutableMapping[str, object], key: str) -> None:
-        """Its parameter stands here from now on."""
+        """Take the parameter from here from now on."""
         self.owner, self.key = owner, key
 
     def replace_param(self, param: torch.nn.Parameter) -> None:
@@ -76,7 +76,7 @@ class Entry:
         self.filled = False
 
     def move_out(self) -> None:
-        """It has no bucket."""
+        """The gradient travels in no bucket from now on."""
         self.bucket = None
 
     def found_sparse(self) -> None:
@@ -123,20 +123,20 @@ class Bucket:
         "_small_views",
         "choice",
         "entries",
+        "fingerprint",
         "flat",
         "flat_bucket",
         "form",
         "held",
         "index",
         "large",
-        "mark",
         "on_gpu",
         "small",
         "small_flat",
         "streams",
     )  # fmt: skip
 
-    def __init__(self, index: int, entries: list[Entry], held: bool, choice: Choice) -> None:
+    def __init__(self, index: int, entries: list[GradEntry], held: bool, choice: Choice) -> None:
         first = entries[0].param
         self.index = index
         self.choice = choice
@@ -149,7 +149,7 @@ class Bucket:
         self.entries = self.small + self.large
         self._items, self.form = lay_out([entry.item for entry in self.entries])
         what = (index, str(first.dtype), self.form.numel, [entry.index for entry in self.entries], choice)
-        self.mark = zlib.crc32(repr(what).encode()).to_bytes(4, "little")  # equal on two ranks iff the buckets are
+        self.fingerprint = zlib.crc32(repr(what).encode()).to_bytes(4, "little")  # equal iff buckets are
 
     def place(self, flat: torch.Tensor) -> None:
         """Live in `flat`, which has this bucket's form."""
@@ -176,7 +176,7 @@ class Bucket:
 
         `whole`: every gradient has arrived.
         """
-        if len(self.streams) > 1:
+        if self.streams and self.streams.keys() != {torch._C._cuda_getCurrentRawStream(self.flat.device.index)}:
             self._join_streams()
         for entry in self.large:
             if not entry.filled:
@@ -235,7 +235,7 @@ class Bucket:
             if entry.param.grad is not None and not entry.param.grad.is_sparse:
                 entry.param.grad.record_stream(current)
 
-    def _stand_in(self, entry: Entry, used: bool, scale: float) -> None:
+    def _stand_in(self, entry: GradEntry, used: bool, scale: float) -> None:
         grad = entry.param.grad
         if grad is None:
             entry.view.zero_()
@@ -247,10 +247,15 @@ class Bucket:
             torch.mul(grad.to_dense() if grad.is_sparse else grad, scale, out=entry.view)
         entry.filled = True
 
-    def hand_out(self, used: bytes | None, factor: float = 1.0) -> None:
-        """Make `factor` times the sums the parameters' own gradients; `used` None means: all were used."""
+    def hand_out(self, used: bytes | None, factor: float = 1.0, alive: torch.Tensor | None = None) -> None:
+        """Make `factor` times the sums the parameters' own gradients; `used` None means: all were used.
+
+        `alive` is that of [Sums of an aborted communicator] in nccl_channel.py.
+        """
         if factor != 1.0:
             self.flat.mul_(factor)
+        if alive is not None and self.on_gpu:
+            self.flat[:1].mul_(alive)
         for entry in self.entries:
             if used is None or used[entry.index]:
                 entry.param.grad = entry.view
@@ -271,7 +276,7 @@ class Layout:
 
     def __init__(
         self,
-        entries: Iterable[Entry],
+        entries: Iterable[GradEntry],
         bucket_bytes: int | None,
         held: set[int],
         choose: Choose = lambda param: EXACT,
@@ -282,8 +287,8 @@ class Layout:
         late = _pack([e for e in entries if e.index in held], limit, choose)
         self.buckets = [Bucket(i, group, i >= len(groups), c) for i, (group, c) in enumerate(groups + late)]
         self.indices = frozenset(entry.index for entry in entries)
-        self.marks = tuple(bucket.mark for bucket in self.buckets)
-        self.layout_hash = zlib.crc32(b"".join(self.marks))
+        self.fingerprints = tuple(bucket.fingerprint for bucket in self.buckets)
+        self.layout_hash = zlib.crc32(b"".join(self.fingerprints))
 
     @property
     def forms(self) -> list[Form]:
@@ -298,7 +303,7 @@ class Layout:
     def same_as(self, other: Layout) -> bool:
         """Whether every gradient travels as in that one, at the same place and time."""
         mine, others = (
-            [(b.form, b.held, b.mark, [entry.index for entry in b.entries]) for b in layout.buckets]
+            [(b.form, b.held, b.fingerprint, [entry.index for entry in b.entries]) for b in layout.buckets]
             for layout in (self, other)
         )
         return mine == others
@@ -307,6 +312,6 @@ class Layout:
         return self.buckets[bucket].describe()
 
 
-def _pack(entries: list[Entry], limit: int, choose: Choose) -> list[tuple[list[Entry], Choice]]:
+def _pack(entries: list[GradEntry], limit: int, choose: Choose) -> list[tuple[list[GradEntry], Choice]]:
     packed = pack_items([entry.item for entry in entries], limit, choose)
     return [([entries[number] for number in numbers], choice) for numbers, choice in packed]

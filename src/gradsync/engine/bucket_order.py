@@ -11,7 +11,7 @@ import torch
 from gradsync.agreement.attach_check import check_forms
 from gradsync.agreement.header import Headers, Mark
 from gradsync.checkpoint.format import Arrangement
-from gradsync.engine.bucket import Bucket, Entry, Layout
+from gradsync.engine.bucket import Bucket, GradEntry, Layout
 from gradsync.exchange.flat import Allocate
 from gradsync.exchange.sender import Sender
 from gradsync.transport.lane import Lane
@@ -22,7 +22,7 @@ class BucketOrder:
 
     def __init__(
         self,
-        entries: list[Entry],
+        entries: list[GradEntry],
         bucket_bytes: int | None,
         lane: Lane,
         allocate: Allocate,
@@ -95,10 +95,10 @@ class BucketOrder:
             # The first synchronization is exact: compressors begin when the order is known.
             self._sender.prepare([bucket.flat_bucket for bucket in self._layout.buckets], compress=self.learned)
         self.buckets: list[Bucket] = self._layout.buckets
-        self.bucket_marks = self._layout.marks  # by which each is known, in the order in which they were laid out
+        self.fingerprints = self._layout.fingerprints  # in the order in which they were laid out
         self.layout_hash = self._layout.layout_hash  # a number that is equal on two ranks iff their buckets are
         # Those without a bucket: frozen now, or sparse.
-        self.apart = [entry for entry in self._entries if entry.bucket is None]
+        self.unbucketed = [entry for entry in self._entries if entry.bucket is None]
         if not self._idle:
             self._lane.name_buckets(self._layout.describe)
 

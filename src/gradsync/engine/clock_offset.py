@@ -29,7 +29,7 @@ class ClockOffset(NamedTuple):
 
 
 def measure_offset(lane: Lane) -> ClockOffset:
-    """This rank's; every rank of the group calls this at once."""
+    """Measure this rank's offset; every rank of the group calls this at once."""
     if len(lane.hosts) == 1:
         return ClockOffset(0.0, 0.0)
     rounds = []
@@ -45,7 +45,7 @@ def measure_offset(lane: Lane) -> ClockOffset:
 
 
 def estimate(rounds: Sequence[Sequence[tuple[float, float]]], rank: int) -> ClockOffset:
-    """From what all ranks said in each round: when they sent it, and when they had received the round before.
+    """The offset, from what each rank said in each round: when it sent that, and when it had received the one before.
 
     >>> first, second = [(100.0, 0.0), (5.0, 0.0)], [(100.2, 100.1), (5.2, 5.1)]
     >>> estimate([first, second], 1).offset_s

@@ -34,17 +34,17 @@ from torch.optim import Optimizer
 
 from gradsync.agreement.header import Flag
 from gradsync.agreement.outcome import TOO_MANY, interrupted
-from gradsync.engine.bucket import Entry
+from gradsync.engine.bucket import GradEntry
 from gradsync.engine.hooks import queue_callback
 from gradsync.engine.retried_batches import Retries, Seen, handled, is_again, number_of
 from gradsync.engine.several_models import before_batch
 from gradsync.errors import GradSyncError
 
 if TYPE_CHECKING:
-    from gradsync.engine.loop import Steps
+    from gradsync.engine.loop import StepLoop
 
 _LOOKED_UP = 4  # parameters at either end of a model
-_awaiting: weakref.WeakSet[Steps] = weakref.WeakSet()  # those whose forward ran, and no backward since
+_awaiting: weakref.WeakSet[StepLoop] = weakref.WeakSet()  # those whose forward ran, and no backward since
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ class Raised(NamedTuple):
 class DroppedBatches:
     """What raised on this rank and is not put right yet, and what that spoils."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: StepLoop) -> None:
         self.spoiled = Flag.NONE  # what raised in this window: it will be dropped everywhere
         self.window = 0  # backward calls in the last one that was made by hand, under no_sync(); 0: none is
         self._steps = steps
@@ -95,7 +95,7 @@ class DroppedBatches:
         self._weight: float | None = None  # set since something raised: the next batch's
         self._left_behind = False  # an average came when its backward had raised, and no step since
         self._in_a_row = 0  # batches that only this rank dropped
-        self.retries = Retries(lambda: steps.synchronization.lane.place())
+        self.retries = Retries(lambda: steps.lane.place())
 
     @property
     def drops(self) -> bool:
@@ -145,7 +145,7 @@ class DroppedBatches:
         self.retries.forward_comes(now)
 
     def _note_backward(self) -> None:
-        """If a batch's backward raised, it may be tried again."""
+        """Note a backward that raised: its batch may be tried again."""
         backward = self._steps.backward
         if backward is None or backward.noted or not backward.raised:
             return
@@ -162,7 +162,7 @@ class DroppedBatches:
 
     # What is done
 
-    def put_right(self, loader: bool = True) -> None:
+    def drop_raised(self, loader: bool = True) -> None:
         """Have every rank drop the batches that raised here. `loader`: also one that never came."""
         if self._busy:
             return
@@ -182,29 +182,29 @@ class DroppedBatches:
             synchronization = self._steps.synchronization
             synchronization.micro.set_weight(weight, self._steps.pace.micro_batches, synchronization.backwards)
 
-    def put_right_before_forward(self) -> None:
+    def drop_raised_before_forward(self) -> None:
         """Put right what raised, before a batch that must not add to a gradient that the loop has left behind."""
-        self.put_right()
+        self.drop_raised()
         if self._left_behind:
             self._left_behind = False
             self._steps.clear_gradients()
 
-    def put_right_before(self, optimizer: Optimizer) -> None:
+    def drop_raised_before(self, optimizer: Optimizer) -> None:
         """Put right what raised, before a step that misses a batch of the loader only if no backward came."""
-        self.put_right(loader=self._steps.unsynchronized > 0 or self._steps.step_counts.missed(optimizer))
+        self.drop_raised(loader=self._steps.unsynchronized > 0 or self._steps.step_counts.missed(optimizer))
         self._left_behind = False
 
-    def put_right_before_saving(self) -> None:
+    def drop_raised_before_saving(self) -> None:
         """Put right what raised, before a checkpoint, where the loader may be a batch ahead of what was computed."""
         missed = [each.turn == self._turn for each in self._raised if each.flag is Flag.LOADER]
-        self.put_right(loader=any(missed[:1]))
+        self.drop_raised(loader=any(missed[:1]))
 
-    def put_right_as_mate(self) -> None:
+    def drop_raised_beside_others(self) -> None:
         """Put right what raised, before another model waits, unless this is about to be tried again."""
         if not (self._forward_raised and any(raised.number in handled() for raised in self._raised)):
-            self.put_right()
+            self.drop_raised()
 
-    def put_right_before_weight(self) -> None:
+    def drop_raised_before_weight(self) -> None:
         """A weight is for the batch that comes: a backward that raised has to be over. A forward may be tried again."""
         self._complete()
         self._note_backward()
@@ -219,7 +219,7 @@ class DroppedBatches:
         if self._forward_raised:
             self._raised = deque(each for each in self._raised if each.flag is not Flag.FORWARD)
 
-    def begins_aside(self) -> bool:
+    def begins_retry(self) -> bool:
         """Whether the backward that begins comes to nothing: see [A backward tried again] in retried_batches.py."""
         if not self.retries.under_way:
             return False
@@ -245,7 +245,7 @@ class DroppedBatches:
         _awaiting.discard(self._steps)
 
     def backward_begun(self, accumulates: bool) -> None:
-        """See [Models of one backward]."""
+        """Tell the models to which this backward will come later: see [Models of one backward]."""
         _awaiting.discard(self._steps)
         if accumulates and _awaiting:
             for other in list(_awaiting):
@@ -266,7 +266,7 @@ class DroppedBatches:
     def _complete(self) -> None:
         """Another's callback at the end of backward raised before ours: what was launched has to come back."""
         if self._steps.under_way is not None and not self._steps.failed:
-            self._steps.go_on()
+            self._steps.finish()
             self._steps.run_user_hooks()
             self._left_behind = True
 
@@ -274,7 +274,7 @@ class DroppedBatches:
         """Do what comes before a batch."""
         steps = self._steps
         steps.refuse_if_failed()
-        before_batch(steps, mates_first=False)
+        before_batch(steps, others_first=False)
         with steps.failing():
             steps.pace.before_forward()
 
@@ -323,8 +323,8 @@ class DroppedBatches:
         return pace.per_batch - pace.backwards % pace.per_batch
 
     def _tell_alone(self, flag: Flag, error: str) -> None:
-        """Where every rank steps by itself, only this rank skips the batch."""
-        lane, self._in_a_row = self._steps.synchronization.lane, self._in_a_row + 1
+        """Say that only this rank skips the batch, where every rank steps by itself."""
+        lane, self._in_a_row = self._steps.lane, self._in_a_row + 1
         rank = lane.groups.ranks[lane.groups.rank]
         said = f"{lane.place()} {interrupted({rank: Flag.ABORTED | flag})}{f' ({error})' if error else ''}"
         if self._in_a_row >= TOO_MANY:
@@ -343,7 +343,7 @@ class DroppedBatches:
         self.spoiled = spoiled
 
 
-def accumulates(entries: Iterable[Entry]) -> bool:
+def accumulates(entries: Iterable[GradEntry]) -> bool:
     """Whether the backward under way adds to `.grad`: see [A backward, or torch.autograd.grad]."""
     trainable = (entry.param for entry in entries if entry.param.requires_grad)
     if Variable._execution_engine.is_checkpoint_valid():

@@ -19,7 +19,7 @@ from gradsync.checkpoint.collect import StateCollector
 from gradsync.engine import several_models
 from gradsync.engine.exit_notice import ExitNotice
 from gradsync.engine.loader import Batches
-from gradsync.engine.loop import Steps
+from gradsync.engine.loop import StepLoop
 from gradsync.engine.loss_scaling import ScalerFollower
 from gradsync.engine.replicas import Buffers, broadcast_optimizer, broadcast_scaler, broadcast_tensors
 from gradsync.engine.step import Synchronization
@@ -39,7 +39,7 @@ class GradSync:
         self,
         optimizers: Sequence[Optimizer],
         buffers: Buffers,
-        steps: Steps,
+        steps: StepLoop,
         controller: Controller | None = None,
         scaler: GradScaler | None = None,
     ) -> None:
@@ -54,7 +54,7 @@ class GradSync:
 
     @property
     def plan(self) -> Plan:
-        """What it runs with; with `gs.auto()` this changes between two steps."""
+        """The plan that it runs with; with `gs.auto()` this changes between two steps."""
         return self._steps.plan
 
     @property
@@ -63,7 +63,7 @@ class GradSync:
 
     @property
     def _lane(self) -> Lane:
-        return self._steps.synchronization.lane
+        return self._steps.lane
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -77,7 +77,7 @@ class GradSync:
 
     @contextmanager
     def naming_lost(self, what: str = "a collective of others") -> Iterator[None]:
-        """Around code that communicates beside us: its error leaves as `PeerLost` if it comes of a lost rank.
+        """Let errors of code that communicates beside us leave as `PeerLost` if they come of a lost rank.
 
         A process group tells that a connection closed, not whose. `what` is how the message names that code.
         """
@@ -105,7 +105,7 @@ class GradSync:
         self._refuse_unless_averaging("set_batch_weight()", "scale the loss instead")
         if self.plan.combine == "sum":
             raise ValueError('batch weights need combine="mean"; with "sum" scale the loss instead')
-        self._steps.dropped_batches.put_right_before_weight()
+        self._steps.dropped_batches.drop_raised_before_weight()
         if self._steps.dropped_batches.retries.inside:  # what is tried again comes to nothing
             return
         if self._steps.in_micro_batch and not self._steps.dropped_batches.spoiled:
@@ -139,7 +139,7 @@ class GradSync:
     def _shadow(self, last: list[int]) -> None:
         """Keep the others company until all have left; `last` becomes those that were active last, if this saw any."""
         steps = self._steps
-        steps.dropped_batches.put_right()
+        steps.dropped_batches.drop_raised()
         if steps.pace.backwards or steps.unsynchronized:
             window = f"{steps.pace.micro_batches} micro-batches of a short last window"
             warnings.warn(
@@ -212,7 +212,7 @@ class GradSync:
                 optimizer.zero_grad()
         """
         self._refuse_if_detached()
-        self._steps.dropped_batches.put_right()
+        self._steps.dropped_batches.drop_raised()
         self._steps.step_counts.backward_ended()  # the next step() missed nothing
         self._steps.step_counts.begin_anew()
         if not self._steps.pace.engine_averages:
@@ -305,9 +305,9 @@ class GradSync:
         for entry in self._synchronization.entries:
             if entry.param.grad is not None and entry.param.grad._is_view():
                 entry.param.grad = entry.param.grad.clone()
-        self._lane.close(together)
-        if objection is not None:
-            raise objection
+        lost = self._lane.close(together)
+        if (error := objection or lost) is not None:
+            raise error
 
     def _refuse_if_detached(self) -> None:
         if not self._attached:

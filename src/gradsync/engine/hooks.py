@@ -1,4 +1,4 @@
-"""Where we touch autograd, modules and optimizers: hooks that call back, and can be taken off again.
+"""The hooks by which we touch autograd, modules and optimizers: they call back, and can be taken off again.
 
 Note [Who begins a backward]
     A gradient hook on the outputs of the root forward. Queued from a parameter's hook instead, the callback
@@ -47,7 +47,7 @@ from torch.autograd.variable import Variable
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from gradsync.engine.bucket import Entry
+from gradsync.engine.bucket import GradEntry
 from gradsync.engine.user_hooks import GradientHook, UserHooks
 from gradsync.errors import GradSyncError
 
@@ -56,12 +56,12 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-class HookListener(Protocol):
-    """What the hooks call."""
+class HookListener:
+    """What the hooks call; who inherits hears of what it wants to."""
 
     def before_forward(self) -> None: ...
     def backward_begins(self) -> None: ...
-    def arrived(self, entry: Entry, param: torch.Tensor) -> None: ...
+    def arrived(self, entry: GradEntry, param: torch.Tensor) -> None: ...
     def before_step(self, optimizer: Optimizer, closure: bool) -> None: ...
     def closure_ran(self, optimizer: Optimizer) -> None: ...
     def after_step(self, optimizer: Optimizer, closure: bool) -> None: ...
@@ -85,8 +85,8 @@ class Hooks:
         user_hooks: UserHooks | None = None,
         aborted: ForwardListener | None = None,
     ) -> None:
-        """Without `user_hooks` it is an observer's: parameters do not keep it, which ends with `model`, a wrapper that
-        they may survive, and the users' hooks are autograd's affair."""
+        """An observer gives no `user_hooks`: parameters do not keep its hooks, which end with `model`, a wrapper that
+        parameters may survive, and the users' hooks are autograd's affair."""
         self._listener = listener
         self._user_hooks = user_hooks
         self._aborted = aborted
@@ -100,12 +100,12 @@ class Hooks:
             self.handles.append(optimizer.register_step_pre_hook(self._before_step))
             self.handles.append(optimizer.register_step_post_hook(self._after_step))
         self._hooked: set[int] = set()
-        self._heard: list[Entry] = []  # in the order of their hooks
+        self._heard: list[GradEntry] = []  # in the order of their hooks
         self._arrived = listener.arrived
         if user_hooks is not None:
             _inherited.add(self)
 
-    def listen(self, entries: Iterable[Entry]) -> None:
+    def listen(self, entries: Iterable[GradEntry]) -> None:
         """Hear of the gradients of those that require one."""
         arrived = self._listener.arrived
         me = weakref.ref(self)
@@ -118,17 +118,17 @@ class Hooks:
                     hook = GradientHook(_arrived, me, len(self._heard))
                     self._heard.append(entry)
                     self._user_hooks.take_over(entry)
-                    entry.param._kept_for_hooks = KeptHooks(self)  # type: ignore[attr-defined]
+                    entry.param._kept_for_hooks = HookOwner(self)  # type: ignore[attr-defined]
                 self.handles.append(entry.param.register_post_accumulate_grad_hook(hook))
                 self._hooked.add(entry.index)
 
-    def listen_anew(self, entries: Iterable[Entry]) -> None:
-        """These have other parameters than when they were listened to."""
+    def listen_anew(self, entries: Iterable[GradEntry]) -> None:
+        """These entries have other parameters than when they were listened to."""
         entries = list(entries)
         self._hooked -= {entry.index for entry in entries}
         self.listen(entries)
 
-    def hears(self, entry: Entry) -> bool:
+    def hears(self, entry: GradEntry) -> bool:
         """Whether a gradient of this one is heard of; a parameter that is frozen keeps its hook."""
         return entry.index in self._hooked
 
@@ -157,7 +157,7 @@ class Hooks:
                     tensor.register_hook(self._begins)
 
     def _raised(self, module: torch.nn.Module, error: BaseException) -> None:
-        """See [A forward that raised]."""
+        """Tell that a forward raised: see [A forward that raised]."""
         refused, self._refused, self._handled = self._refused, False, id(None)
         if self._aborted is not None and module.training and not refused and not in_backward():
             self._aborted.forward_did(error)
@@ -199,7 +199,7 @@ class Hooks:
         return partial(SimpleNamespace, _before_forward=nothing, _after_forward=nothing), ()
 
 
-class KeptHooks:
+class HookOwner:
     """What a parameter has of us; a copy or a pickle of it has nothing."""
 
     def __init__(self, hooks: Hooks) -> None:
@@ -223,18 +223,7 @@ def _arrived(reference: weakref.ref[Hooks], number: int, param: torch.Tensor) ->
     hooks._arrived(hooks._heard[number], param)
 
 
-class _Silent:
-    """A listener that hears nothing."""
-
-    def before_forward(self) -> None: ...
-    def backward_begins(self) -> None: ...
-    def arrived(self, entry: Entry, param: torch.Tensor) -> None: ...
-    def before_step(self, optimizer: Optimizer, closure: bool) -> None: ...
-    def closure_ran(self, optimizer: Optimizer) -> None: ...
-    def after_step(self, optimizer: Optimizer, closure: bool) -> None: ...
-
-
-class _Forked(_Silent):
+class _Forked(HookListener):
     """The listener in a forked child, which has its parent's shared memory and connections, and none of its threads."""
 
     def __init__(self, rank_pid: int) -> None:
@@ -246,7 +235,7 @@ class _Forked(_Silent):
             "model, and cannot take part in its steps; train a copy there, copy.deepcopy(model), or start it by spawn"
         )
 
-    def arrived(self, entry: Entry, param: torch.Tensor) -> None:
+    def arrived(self, entry: GradEntry, param: torch.Tensor) -> None:
         self.backward_begins()
 
     def before_step(self, optimizer: Optimizer, closure: bool) -> None:
@@ -257,7 +246,7 @@ _inherited: weakref.WeakSet[Hooks] = weakref.WeakSet()
 
 
 def _disown() -> None:
-    """In a forked child, nothing that was attached may touch what its parent still trains with."""
+    """Let nothing that was attached touch, in a forked child, what its parent still trains with."""
     for hooks in list(_inherited):
         hooks._listener, hooks._aborted = _Forked(os.getppid()), None
         hooks._arrived = hooks._listener.arrived
@@ -268,7 +257,7 @@ os.register_at_fork(after_in_child=_disown)
 
 def _silent_hooks() -> Hooks:
     hooks = Hooks.__new__(Hooks)
-    hooks._listener, hooks.handles, hooks._hooked, hooks._user_hooks = _Silent(), [], set(), None
+    hooks._listener, hooks.handles, hooks._hooked, hooks._user_hooks = HookListener(), [], set(), None
     hooks._aborted, hooks._handled, hooks._refused, hooks._heard = None, id(None), False, []
     return hooks
 
@@ -367,7 +356,7 @@ _LONG_S = 5e-3  # a shorter backward has nothing to gain
 _LAST_PART = 0.1
 
 
-class LateHooks:
+class HookTiming:
     """Hears when a backward begins, when its first gradient arrives, and when it ends."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """The training loop as the hooks tell it: a forward begins, a backward begins and ends, the optimizer steps.
 
-`Steps` decides whether a backward synchronizes, counts windows, and sees to it that every rank takes part in every
+`StepLoop` decides whether a backward synchronizes, counts windows, and sees to it that every rank takes part in every
 synchronization, whatever its own backward did. The synchronization itself is in `step`.
 
 Note [Counting steps]
@@ -27,12 +27,12 @@ from torch.optim import Optimizer
 from gradsync.agreement.header import Flag
 from gradsync.engine import loop_errors, several_models
 from gradsync.engine.assemble import Engine, check_hooked
-from gradsync.engine.bucket import Entry
+from gradsync.engine.bucket import GradEntry
 from gradsync.engine.dropped_batches import Backward, DroppedBatches, accumulates
-from gradsync.engine.hooks import Hooks, LateHooks, queue_callback, recomputing, refuse_compiled_autograd
-from gradsync.engine.parameters import ModelChanges
-from gradsync.engine.rank_calls import RankCalls
-from gradsync.engine.shared_backward import conclude
+from gradsync.engine.hooks import HookListener, Hooks, HookTiming, queue_callback, recomputing, refuse_compiled_autograd
+from gradsync.engine.loop_controls import LoopControls
+from gradsync.engine.parameters import ModelChanges, note_unhooked
+from gradsync.engine.shared_backward import end_together
 from gradsync.engine.user_hooks import APPLY_IN_BACKWARD, UserHooks
 from gradsync.engine.wrapped_models import check_wrapper, refuse_wrappers
 from gradsync.transport.heartbeat import Phase
@@ -40,7 +40,7 @@ from gradsync.transport.heartbeat import Phase
 _numbers = itertools.count()
 
 
-class Steps(RankCalls):
+class StepLoop(LoopControls, HookListener):
     """The step under way, and who takes part in it."""
 
     def __init__(
@@ -52,10 +52,10 @@ class Steps(RankCalls):
         self._entries = engine.synchronization.entries
         self.dropped_batches = DroppedBatches(self)
         self.under_way: Iterator[None] | None = None  # the synchronization that was launched
-        self._late_hooks = LateHooks()
+        self._hook_timing = HookTiming()
         self.step_counts = StepCounts(optimizers)
-        keeps_buffers = engine.synchronization.buffers.kept
-        self._model_changes = ModelChanges(model, self._entries, ignored, keeps_buffers, self._place)
+        kept = engine.synchronization.buffers.kept
+        self._model_changes = ModelChanges(model, self._entries, ignored, kept, lambda: self.lane.place())
         self.user_hooks = UserHooks(
             self._entries, lambda: self.pace.hooks_ran(), lambda name: check_hooked(self.plan, [name])
         )
@@ -66,6 +66,8 @@ class Steps(RankCalls):
             self._hooks.listen(self._entries)
             self.user_hooks.take_over_optimizers()
             self._hooks.handles.append(refuse_wrappers(model))
+        else:
+            note_unhooked(self._entries, attached=True)
 
     @property
     def in_micro_batch(self) -> bool:
@@ -79,7 +81,7 @@ class Steps(RankCalls):
         """A forward with gradients starts: put right what was aborted, notice changes, vote."""
         if DistributedDataParallel._active_ddp_module is not None:
             check_wrapper()
-        self.dropped_batches.put_right_before_forward()
+        self.dropped_batches.drop_raised_before_forward()
         if self.dropped_batches.retries.under_way:
             return
         self._notice_changes()
@@ -94,11 +96,11 @@ class Steps(RankCalls):
     def backward_begins(self) -> None:
         """The gradient of the model's output is known: backward has begun."""
         if self.backward is None or self.backward.raised:
-            refuse_compiled_autograd(self._lane.place)
-            self._late_hooks.begins(known=True)
+            refuse_compiled_autograd(self.lane.place)
+            self._hook_timing.begins(known=True)
             self._begin()
 
-    def arrived(self, entry: Entry, param: torch.Tensor) -> None:
+    def arrived(self, entry: GradEntry, param: torch.Tensor) -> None:
         """A parameter's gradient has been accumulated."""
         try:
             backward, under_way = self.backward, self.synchronization
@@ -115,7 +117,7 @@ class Steps(RankCalls):
         """`optimizer.step()` is called; with a closure its backward is still to come."""
         if self.user_hooks.delivering:  # by a hook, which applies what was brought
             return
-        self.dropped_batches.put_right_before(optimizer)
+        self.dropped_batches.drop_raised_before(optimizer)
         self._model_changes.check_optimizer(optimizer)
         self._notice_changes(unheard=True)
         if not closure:
@@ -142,7 +144,7 @@ class Steps(RankCalls):
         """Take part in a synchronization that this rank's backward missed; then `.grad` is applied."""
         self.dropped_batches.end_window()
         if self.unsynchronized:
-            raise loop_errors.local_step(self._lane.place())
+            raise loop_errors.local_step(self.lane.place())
         if self._paced.before_step is not None:
             with self.failing():
                 self._paced.before_step(optimizer)
@@ -151,7 +153,7 @@ class Steps(RankCalls):
             tell()
 
     def take_part(self, optimizer: Optimizer) -> None:
-        """Before a step: if no backward came since the last one, synchronize without a gradient."""
+        """Synchronize without a gradient before a step, if no backward came since the last one."""
         if self.step_counts.missed(optimizer):
             # No gradient arrived since the last step: the loss touched no parameter. The others wait for us.
             self._model_changes.check_assigned()
@@ -165,11 +167,11 @@ class Steps(RankCalls):
     # A backward, from its beginning to its end; see [Side by side] in shared_backward.py
 
     def _begin(self, known: bool = True) -> None:
-        """`known`: from the model's output, before any gradient."""
-        if self._lane.session.failed is not None:
+        """Begin a backward; `known`: from the model's output, before any gradient."""
+        if self.lane.session.failed is not None:
             self.refuse_if_failed()
         self.dropped_batches.another_backward()
-        if self.dropped_batches.begins_aside():
+        if self.dropped_batches.begins_retry():
             return
         self._before_batch()  # usually before forward already
         if APPLY_IN_BACKWARD in sys.modules:
@@ -199,30 +201,30 @@ class Steps(RankCalls):
             if self.backward.fired or self.backward.aside is not None:
                 return self.backward.fired
             if torch.is_grad_enabled():
-                raise loop_errors.differentiable(self._lane.place())
+                raise loop_errors.differentiable(self.lane.place())
             self.backward.fires()
-            self._late_hooks.first()
+            self._hook_timing.first()
             return True
 
     def _begin_late(self) -> None:
         """The fallback of [Who begins a backward]: the model's own forward was not called."""
-        refuse_compiled_autograd(self._lane.place)
+        refuse_compiled_autograd(self.lane.place)
         if self.backward is not None:
-            raise loop_errors.mixed_up(self._lane.place())
-        self._late_hooks.begins(known=False)
+            raise loop_errors.mixed_up(self.lane.place())
+        self._hook_timing.begins(known=False)
         self._notice_changes(unheard=True)
         if self.synchronization.weighting.changes:
-            raise loop_errors.weighed_late(self._lane.place())
+            raise loop_errors.weighed_late(self.lane.place())
         counts = self.pace.k > 1 or not self.pace.engine_averages or self.synchronization.weighting.weight is not None
         if counts and recomputing():
-            raise loop_errors.segments(self._lane.place())
+            raise loop_errors.segments(self.lane.place())
         self._begin(known=False)
 
     def _ended(self) -> None:
         backward, self.backward = self.backward, None
         assert backward is not None
         if not backward.fired:
-            self._lane.at(Phase.COMPUTING)
+            self.lane.at(Phase.COMPUTING)
             self.nothing_came()
             return
         for tell in self.listeners.backward_ends:
@@ -230,16 +232,16 @@ class Steps(RankCalls):
         self.step_counts.backward_ended()
         self.synchronization.backward_counts(1)
         if self.plan.overlap == "backward" and len(self.synchronization.bucket_order.buckets) > 1:
-            self._late_hooks.ends()
+            self._hook_timing.ends()
         if backward.no_sync:
-            self._lane.at(Phase.COMPUTING)  # the others come to their next step without it
+            self.lane.at(Phase.COMPUTING)  # the others come to their next step without it
             self.left_unsynchronized()
             return
         if self.pace.engine_averages:
             self.end_of_backwards(1, self._launch_side_by_side)
         else:  # such a pace may wait here
-            self._lane.at(Phase.COMPUTING)
-            conclude(partial(self.end_of_backwards, 1, self._launch_side_by_side), self.run_user_hooks)
+            self.lane.at(Phase.COMPUTING)
+            end_together(partial(self.end_of_backwards, 1, self._launch_side_by_side), self.run_user_hooks)
 
     def end_of_backwards(self, count: int, synchronize: Callable[[int], None]) -> None:
         """A micro-batch of this rank has ended, or what counts as one. `synchronize` gets the number in the mean."""
@@ -263,7 +265,7 @@ class Steps(RankCalls):
         if synchronizes:
             synchronize(micro_batches)
         elif self.pace.engine_averages:
-            self._lane.at(Phase.COMPUTING)
+            self.lane.at(Phase.COMPUTING)
 
     def launch(self, micro_batches: int, flags: Flag = Flag.NONE) -> None:
         """What has not left yet leaves, and the header; nothing waits."""
@@ -278,9 +280,9 @@ class Steps(RankCalls):
 
     def _launch_side_by_side(self, micro_batches: int) -> None:
         self.launch(micro_batches)
-        conclude(self.go_on, self.run_user_hooks)
+        end_together(self.finish, self.run_user_hooks)
 
-    def go_on(self, in_backward: bool = True) -> None:
+    def finish(self, in_backward: bool = True) -> None:
         """What was launched comes to its end."""
         under_way, self.under_way = self.under_way, None
         assert under_way is not None
@@ -311,9 +313,6 @@ class Steps(RankCalls):
         self.active = None
 
     # Small things
-
-    def _place(self) -> str:
-        return self._lane.place()
 
     def _before_batch(self) -> None:
         if self.waits:
@@ -353,6 +352,8 @@ class Steps(RankCalls):
         several_models.forget(self)
         if self._hooks is not None:
             self._hooks.remove()
+        else:
+            note_unhooked(self._entries, attached=False)
 
 
 class StepCounts:
@@ -365,7 +366,7 @@ class StepCounts:
         self._sure = True
 
     def knows(self, optimizer: Optimizer) -> bool:
-        """Whether it was given to attach."""
+        """Whether an optimizer was given to attach."""
         return id(optimizer) in self._seen
 
     def backward_ended(self) -> None:
@@ -377,7 +378,7 @@ class StepCounts:
         return self._seen[id(optimizer)] == self.num_backwards
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """It has had its turn, even if it applied nothing."""
+        """An optimizer has had its turn, even if it applied nothing."""
         self._seen[id(optimizer)] = self.num_backwards
 
     def step_ended(self) -> None:
@@ -393,5 +394,5 @@ class StepCounts:
         self._num_steps, self._sure = 0, sure
 
     def is_next(self, optimizer: Optimizer) -> None:
-        """Its step is still to come."""
+        """An optimizer's step is still to come."""
         self._seen[id(optimizer)] = self.num_backwards - 1

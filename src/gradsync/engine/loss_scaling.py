@@ -24,18 +24,18 @@ import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from gradsync.engine.loop import Steps
+from gradsync.engine.loop import StepLoop
 
 
 class ScaledSteps:
     """What a scaler asks of one GradSync."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: StepLoop) -> None:
         self._reference = weakref.ref(steps)  # a scaler may outlive a model that was dropped
         self._num_skipped = 0  # steps that were dropped for a NaN or Inf, as far as the scale has followed
 
     @property
-    def _steps(self) -> Steps:
+    def _steps(self) -> StepLoop:
         steps = self._reference()
         assert steps is not None, "an optimizer keeps it that is about to step"
         return steps
@@ -46,14 +46,14 @@ class ScaledSteps:
         return steps is not None and steps.listens and steps.step_counts.knows(optimizer)
 
     def before(self, optimizer: Optimizer) -> None:
-        """It looks for gradients: a synchronization that this rank's backward missed comes first."""
-        self._steps.dropped_batches.put_right_before(optimizer)
+        """The scaler looks for gradients: a synchronization that this rank's backward missed comes first."""
+        self._steps.dropped_batches.drop_raised_before(optimizer)
         if self._steps.step_counts.missed(optimizer):
             self._steps.take_part(optimizer)
             self._steps.step_counts.is_next(optimizer)
 
     def after(self, optimizer: Optimizer) -> None:
-        """Its step has ended, perhaps without `optimizer.step()`: it found an infinity."""
+        """An optimizer's step has ended, perhaps without `optimizer.step()`, as the scaler found an infinity."""
         self._steps.step_counts.stepped(optimizer)
 
     def overflowed(self) -> bool:
@@ -83,7 +83,7 @@ _classes: dict[type, type] = {}
 class ScalerFollower:
     """One GradSync follows one scaler, which may have several."""
 
-    def __init__(self, scaler: GradScaler | None, steps: Steps) -> None:
+    def __init__(self, scaler: GradScaler | None, steps: StepLoop) -> None:
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._mine = ScaledSteps(steps)
         if self.scaler is not None:
@@ -136,11 +136,11 @@ class _Tolerant(GradScaler):
         if new_scale is None and not checked:
             self._per_optimizer_states.clear()
             return
-        keeping = [each for each in followers if each.keeps_gradients()]
-        before = None if self._scale is None or not keeping else self._scale.clone()
+        keepers = [each for each in followers if each.keeps_gradients()]
+        before = None if self._scale is None or not keepers else self._scale.clone()
         super().update(new_scale)
         if before is not None and self._scale is not None:
-            for each in keeping:
+            for each in keepers:
                 each.rescale(self._scale / before)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ import torch
 
 from gradsync.agreement.header import NO_DIGEST, Head, Headers
 from gradsync.agreement.outcome import Found
-from gradsync.engine.bucket import Bucket, Entry
+from gradsync.engine.bucket import Bucket, GradEntry
 from gradsync.engine.step import Synchronization
 
 
@@ -49,7 +49,7 @@ class NonfiniteCheck:
         if first is _NOWHERE and synchronization.scale:
             # What is in no bucket yet: in the first step nothing is.
             order = synchronization.bucket_order
-            left = order.apart if order.learned else synchronization.entries
+            left = order.unbucketed if order.learned else synchronization.entries
             first = first_nonfinite((e, e.param.grad) for e in left if e.param.grad is not None)
         self._first = _NOWHERE
         return head._replace(nonfinite=first.parameter, num_nonfinite=first.num_elements)
@@ -58,7 +58,7 @@ class NonfiniteCheck:
         return made_by_compression(self._synchronization.bucket_order.buckets)
 
 
-def first_nonfinite(gradients: Iterable[tuple[Entry, torch.Tensor]]) -> NonfinitePlace:
+def first_nonfinite(gradients: Iterable[tuple[GradEntry, torch.Tensor]]) -> NonfinitePlace:
     """The first gradient that has one, looking at every element."""
     for entry, grad in gradients:
         if count := int((~grad.to_dense().isfinite()).sum()):
@@ -67,7 +67,7 @@ def first_nonfinite(gradients: Iterable[tuple[Entry, torch.Tensor]]) -> Nonfinit
 
 
 def is_finite(flat: torch.Tensor) -> bool:
-    """One pass: the sum of what is finite is so too, unless it overflows; then the closer look finds nothing."""
+    """Look in one pass: a sum of finite numbers is finite, unless it overflows; then the closer look finds nothing."""
     return bool(flat.sum().isfinite())
 
 
@@ -104,7 +104,7 @@ class SameDataCheck:
             warn_if_same_data(headers)
 
 
-def digest_of(entries: list[Entry]) -> bytes:
+def digest_of(entries: list[GradEntry]) -> bytes:
     """The digest of the local gradients, to see whether two ranks had the same; zeros if there is none."""
     sums = []
     for entry in entries:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping, Sequence, Sized
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -19,19 +19,23 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from gradsync.engine.argument_hints import not_a_model, not_an_optimizer
-from gradsync.engine.bucket import Entry
+from gradsync.engine.bucket import GradEntry
 from gradsync.engine.jit_modules import buffers_of, children_of, parameters_of, refuse_scripted_root
 from gradsync.engine.replicas import BufferSite
 from gradsync.engine.user_hooks import GradientHook
 from gradsync.errors import GradSyncError
 
+M = TypeVar("M")
+
 _ATTACHED = "attached already; call detach() on that GradSync"
+# Those that a rank has attached which is alone and needs no hooks, by id: nothing on them would tell.
+_unhooked: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
 
 class Inventory(NamedTuple):
     """The parameters in order of registration, each once, and the buffers."""
 
-    entries: list[Entry]
+    entries: list[GradEntry]
     buffers: list[BufferSite]
     ignored: set[int]  # ids of what is left alone
 
@@ -54,28 +58,30 @@ class Inventory(NamedTuple):
         return [entry.param.detach() for entry in self.entries] + [site.tensor for site in self.buffers]
 
 
+def unseen(table: Mapping[str, M | None], seen: set[int]) -> Iterator[tuple[str, M]]:
+    """What a module has and none before it had."""
+    for key, member in table.items():
+        if member is not None and id(member) not in seen:
+            seen.add(id(member))
+            yield key, member
+
+
 def take_inventory(model: torch.nn.Module, optimizers: Sequence[Optimizer], ignore: Iterable[Any]) -> Inventory:
     """Look at everything; raise ValueError with the way out where we cannot serve."""
     _refuse_wrappers(model)
     refuse_scripted_root(model)
     ignored = _read_ignore(model, ignore)
-    entries: list[Entry] = []
+    entries: list[GradEntry] = []
     buffers: list[BufferSite] = []
     seen = set(ignored)
     for prefix, module in model.named_modules():
         sparse = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
         parameters, module_buffers = parameters_of(module), buffers_of(module)
-        for key, param in parameters.items():
-            if param is None or id(param) in seen:
-                continue
-            seen.add(id(param))
+        for key, param in unseen(parameters, seen):
             name = clean(f"{prefix}.{key}" if prefix else key)
             _refuse_parameter(name, param)
-            entries.append(Entry(len(entries), name, param, parameters, key, sparse))
-        for key, buffer in module_buffers.items():
-            if buffer is None or id(buffer) in seen:
-                continue
-            seen.add(id(buffer))
+            entries.append(GradEntry(len(entries), name, param, parameters, key, sparse))
+        for key, buffer in unseen(module_buffers, seen):
             name = clean(f"{prefix}.{key}" if prefix else key)
             _refuse_buffer(name, buffer)
             buffers.append(BufferSite(name, module_buffers, key))
@@ -179,13 +185,23 @@ def _refuse_buffer(name: str, buffer: torch.Tensor) -> None:
 
 def _refuse_parameter(name: str, param: torch.Tensor) -> None:
     _refuse_form(f"parameter {name}", param)
+    if _unhooked.get(id(param)) is param:
+        raise ValueError(f"parameter {name} is {_ATTACHED} first")
     for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
         if isinstance(hook, GradientHook):
             whose = "observed already; call close() on its observer" if hook.observes else _ATTACHED
             raise ValueError(f"parameter {name} is {whose} first")
 
 
-def _refuse_optimizers(entries: list[Entry], optimizers: Sequence[Optimizer], ignored: set[int]) -> None:
+def note_unhooked(entries: Iterable[GradEntry], attached: bool) -> None:
+    """These are attached without a hook, or no more; a second attach recognizes those that have one by it."""
+    for entry in entries:
+        _unhooked.pop(id(entry.param), None)
+        if attached and entry.param.requires_grad:
+            _unhooked[id(entry.param)] = entry.param
+
+
+def _refuse_optimizers(entries: list[GradEntry], optimizers: Sequence[Optimizer], ignored: set[int]) -> None:
     known = {id(entry.param) for entry in entries} | ignored
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
@@ -201,7 +217,7 @@ def _refuse_optimizers(entries: list[Entry], optimizers: Sequence[Optimizer], ig
 
 
 def _places_in(optimizers: Sequence[Optimizer]) -> dict[int, list[str]]:
-    """Where each parameter stands: in which optimizer, in which of its groups, at which place."""
+    """Return where each parameter stands: in which optimizer, in which of its groups, at which place."""
     places: dict[int, list[str]] = {}
     for i, optimizer in enumerate(optimizers):
         for j, group in enumerate(optimizer.param_groups):
@@ -222,7 +238,7 @@ class ModelChanges:
     def __init__(
         self,
         model: torch.nn.Module,
-        entries: list[Entry],
+        entries: list[GradEntry],
         ignored: set[int],
         buffers: bool = True,
         place: Callable[[], str] = str,
@@ -338,7 +354,7 @@ class ModelChanges:
         """Whether one was frozen or thawed since."""
         return [entry.param.requires_grad for entry in self._entries] != self._trainable
 
-    def check_thawed(self, hears: Callable[[Entry], bool]) -> None:
+    def check_thawed(self, hears: Callable[[GradEntry], bool]) -> None:
         """Raise if a thawed parameter has a gradient that nobody heard of."""
         for entry, before in zip(self._entries, self._trainable, strict=True):
             if entry.param.requires_grad and not before and entry.param.grad is not None and not hears(entry):

@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from gradsync.agreement.documents import Document, agree, majority
-from gradsync.engine.bucket import Entry
+from gradsync.engine.bucket import GradEntry
 from gradsync.errors import GradSyncError
 from gradsync.transport.lane import Lane
 from gradsync.transport.pending import Pending
@@ -45,7 +45,7 @@ def broadcast_tensors(lane: Lane, tensors: Iterable[torch.Tensor], source: int, 
 
 
 def _broadcast_large(lane: Lane, tensor: torch.Tensor, source: int, what: str) -> None:
-    """In pieces, in place where its elements lie in order; which ranks that is true of, nobody needs to know."""
+    """Broadcast in pieces, in place where its elements lie in order; on which ranks they do, nobody needs to know."""
     flat = _bytes_of(tensor)
     for pending in [_launch(lane, piece, source, what) for piece in flat.split(_CHUNK_NBYTES)]:
         lane.wait(pending)
@@ -54,7 +54,7 @@ def _broadcast_large(lane: Lane, tensor: torch.Tensor, source: int, what: str) -
 
 
 class BufferSite(NamedTuple):
-    """Where a buffer lives: forward may put another tensor there (`self.count = self.count + 1`)."""
+    """The place where a buffer lives: forward may put another tensor there (`self.count = self.count + 1`)."""
 
     name: str
     owner: MutableMapping[str, torch.Tensor | None]
@@ -108,7 +108,7 @@ class Buffers:
         self._under_way = []
 
 
-def broadcast_optimizer(lane: Lane, optimizer: Optimizer, entries: Iterable[Entry], source: int) -> list[str]:
+def broadcast_optimizer(lane: Lane, optimizer: Optimizer, entries: Iterable[GradEntry], source: int) -> list[str]:
     """Make hyper-parameters, and state of these parameters, those of rank `source`; return what differed in value.
 
     State that only the source has (it alone loaded a checkpoint) is created on the others. That of parameters which
@@ -157,7 +157,7 @@ def _launch(lane: Lane, flat: torch.Tensor, source: int, what: str) -> Pending:
     data = lane.groups.data.get(flat.device.type)
     # Gloo: not on the channel for data, where a thread of the exchange may be launching at the same time.
     channel = lane.groups.control if data is None or data.on_host else data
-    return lane.launch(lambda: channel.broadcast(flat, source), what, flat.numel(), on_host=channel.on_host)
+    return lane.launch(lambda: channel.broadcast(flat, source), what, flat.numel())
 
 
 def _form(tensor: torch.Tensor) -> str:

@@ -91,7 +91,7 @@ class Retries:
         self._over, self.under_way = self._failed is not None, False
 
     def another_batch(self) -> None:
-        """The loader gave one, or all ranks continue from a state: what comes is in none that raised."""
+        """The loader gave a batch, or all ranks continue from a state: what comes is in none that raised."""
         self._failed, self._over, self.under_way = None, False, False
 
     def _begin(self) -> None:
@@ -105,7 +105,7 @@ class Retries:
 
 
 def number_of(error: BaseException) -> int:
-    """Its own, which no other has: see [Which error is handled]."""
+    """The number of an error, which no other has: see [Which error is handled]."""
     number: int = vars(error).setdefault("_gradsync_number", next(_numbers))
     return number
 
@@ -149,7 +149,7 @@ def _telling(places: list[TensorPlace], before: Seen) -> list[TensorPlace]:
 
 
 class TensorPlace(NamedTuple):
-    """Where a tensor lies."""
+    """The place in memory where a tensor lies."""
 
     home: object  # its storage
     begin: int

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gradsync.engine.shared_backward import side_by_side
 
 if TYPE_CHECKING:
-    from gradsync.engine.loop import Steps
+    from gradsync.engine.loop import StepLoop
 
 
 class JoinEnd(NamedTuple):
@@ -39,57 +39,57 @@ class _ThreadModels(threading.local):
     """The models of this thread."""
 
     def __init__(self) -> None:
-        self.choosing: weakref.WeakSet[Steps] = weakref.WeakSet()  # with `gs.auto()`
-        self.joined: dict[Steps, JoinEnd | None] = {}  # inside join(), or waiting for the outermost one to end
+        self.choosing: weakref.WeakSet[StepLoop] = weakref.WeakSet()  # with `gs.auto()`
+        self.joined: dict[StepLoop, JoinEnd | None] = {}  # inside join(), or waiting for the outermost one to end
         self.busy = False
 
 
 _here = _ThreadModels()
 
 
-def chooses(steps: Steps) -> None:
-    """It may have to wait for a choice of `gs.auto()` before a batch."""
+def chooses(steps: StepLoop) -> None:
+    """A model may have to wait for a choice of `gs.auto()` before a batch."""
     _here.choosing.add(steps)
 
 
-def forget(steps: Steps) -> None:
-    """It is detached."""
+def forget(steps: StepLoop) -> None:
+    """A model is detached."""
     _here.choosing.discard(steps)
 
 
-def before_batch(steps: Steps, mates_first: bool = True) -> None:
+def before_batch(steps: StepLoop, others_first: bool = True) -> None:
     """Choose and vote, for all models that have to: see [One order].
 
-    `mates_first`: what raised in the others' earlier batches is put right before, since other ranks wait there.
+    `others_first`: what raised in the others' earlier batches is dropped first, since other ranks wait there.
     """
-    mates = sorted({*_here.choosing, *_here.joined, steps}, key=lambda each: each.number)
-    if len(mates) == 1 or _here.busy or not steps.waits:
+    models = sorted({*_here.choosing, *_here.joined, steps}, key=lambda each: each.number)
+    if len(models) == 1 or _here.busy or not steps.waits:
         steps.border()
         steps.vote_if_joining()
         return
-    mates = [each for each in mates if not each.failed]
+    models = [each for each in models if not each.failed]
     _here.busy = True
     try:
-        if mates_first:
-            for each in mates:
+        if others_first:
+            for each in models:
                 if each is not steps and (each.active is not None or not each.joining):
-                    each.dropped_batches.put_right_as_mate()
-        for each in mates:
+                    each.dropped_batches.drop_raised_beside_others()
+        for each in models:
             if each is steps or each.is_due():
                 each.border()
-        for each in mates:
+        for each in models:
             each.vote_if_joining()
     finally:
         _here.busy = False
 
 
-def enter(steps: Steps) -> None:
+def enter(steps: StepLoop) -> None:
     """A join() block begins."""
     _here.joined[steps] = None
     steps.join_begins()
 
 
-def leave(steps: Steps, end: JoinEnd) -> None:
+def leave(steps: StepLoop, end: JoinEnd) -> None:
     """A join() block ends in good order: with the outermost one, all do."""
     _here.joined[steps] = end
     ends = [each for _, each in sorted(_here.joined.items(), key=lambda pair: pair[0].number) if each is not None]
@@ -97,7 +97,7 @@ def leave(steps: Steps, end: JoinEnd) -> None:
         side_by_side([(each.shadow, each.level) for each in ends])
 
 
-def left(steps: Steps) -> None:
+def left(steps: StepLoop) -> None:
     """A join() block has ended, in whatever order; it is over if another one is not still to end."""
     if _here.joined.get(steps) is None:
         _here.joined.pop(steps, None)
@@ -107,5 +107,5 @@ def left(steps: Steps) -> None:
             _over(_here.joined.popitem()[0])
 
 
-def _over(steps: Steps) -> None:
+def _over(steps: StepLoop) -> None:
     steps.join_ends()

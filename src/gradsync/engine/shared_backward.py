@@ -49,8 +49,8 @@ class _Last(threading.local):
 _last = _Last()
 
 
-def conclude(wait: Wait, then: Then) -> None:
-    """From a callback at the end of backward: run `wait` when all models have launched, beside those of the others.
+def end_together(wait: Wait, then: Then) -> None:
+    """Run `wait` when all models have launched, beside theirs; called from a callback at the end of backward.
 
     When all have ended `then` is called on this thread, unless that one's wait raised.
     """

@@ -7,24 +7,24 @@ from collections.abc import Collection
 from gradsync.agreement.documents import share
 from gradsync.trace.lines import SocketLine, SocketLines
 from gradsync.transport.lane import Lane
-from gradsync.transport.sockets import SocketReading, read_meters
+from gradsync.transport.sockets import SocketReading, read_sockets
 
 _ENOUGH_NBYTES = 1 << 16  # less says nothing of a link
 
 
-class LinksUsed:
+class SocketUse:
     """Connections of one rank."""
 
-    def __init__(self, lane: Lane, wires: Collection[tuple[int, str]]) -> None:
-        """`wires` may still grow."""
+    def __init__(self, lane: Lane, sockets: Collection[tuple[int, str]]) -> None:
+        """`sockets` may still grow."""
         self._lane = lane
-        self._wires = wires
-        self._last: dict[str, SocketReading] = read_meters(wires)
+        self._sockets = sockets
+        self._last: dict[str, SocketReading] = read_sockets(sockets)
         self._peers: dict[tuple[str, int], int] = {}
 
     def know_peers(self) -> None:
         """Learn whose the other ends are; every rank calls this at once."""
-        readings = read_meters(self._wires)
+        readings = read_sockets(self._sockets)
         mine = [list(reading.mine) for reading in readings.values()]
         for rank, document in enumerate(share(self._lane, {"ends": mine})):
             for address, port in document["ends"]:
@@ -34,13 +34,13 @@ class LinksUsed:
         """What each carried since the last call; None if nothing much."""
         if len(self._lane.hosts) == 1:
             return None  # what goes through loopback says nothing of a link
-        now = read_meters(self._wires)
-        wires = [self._wire(reading, self._last.get(name)) for name, reading in now.items()]
+        now = read_sockets(self._sockets)
+        sockets = [self._socket_line(reading, self._last.get(name)) for name, reading in now.items()]
         self._last = now
-        telling = [wire for wire in wires if wire.nbytes >= _ENOUGH_NBYTES]
+        telling = [line for line in sockets if line.nbytes >= _ENOUGH_NBYTES]
         return SocketLines(step, telling) if telling else None
 
-    def _wire(self, now: SocketReading, before: SocketReading | None) -> SocketLine:
+    def _socket_line(self, now: SocketReading, before: SocketReading | None) -> SocketLine:
         nbytes, busy_s, retransmits = (
             (0, 0.0, 0) if before is None else (before.nbytes, before.busy_s, before.retransmits)
         )

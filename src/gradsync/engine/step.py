@@ -40,14 +40,14 @@ from gradsync.agreement.header import (
     launch_header,
 )
 from gradsync.agreement.outcome import HealthLog, Outcome, spoiled, step_outcome
-from gradsync.engine.bucket import Bucket, Entry
+from gradsync.engine.bucket import Bucket, GradEntry
 from gradsync.engine.bucket_order import BucketOrder
 from gradsync.engine.listeners import Act, Brought, Listeners
 from gradsync.engine.replicas import Buffers
-from gradsync.engine.unbucketed import average_apart
+from gradsync.engine.unbucketed import average_unbucketed
 from gradsync.engine.weighting import MicroBatches, Weighting
 from gradsync.errors import BackwardAborted, Disagreement, NonFinite
-from gradsync.exchange.sender import Transit
+from gradsync.exchange.sender import GradientExchange
 from gradsync.plan.guard import Guard
 from gradsync.plan.sync_plan import Plan
 from gradsync.transport.heartbeat import Phase
@@ -60,8 +60,8 @@ class Synchronization:
 
     def __init__(
         self,
-        entries: list[Entry],
-        transit: Transit,
+        entries: list[GradEntry],
+        exchange: GradientExchange,
         plan: Plan,
         guard: Guard,
         buffers: Buffers,
@@ -71,7 +71,8 @@ class Synchronization:
     ) -> None:
         """`k` micro-batches make a mean. `idle`: a pace averages something else, and gradients only arrive."""
         self.entries = entries
-        self.lane, self.exact, self.sender = transit
+        self.lane, self.exact, self.sender = exchange
+        self._alive = self.lane.groups.alive()
         self.health_log = health_log
         self.bucket_order = BucketOrder(entries, plan.bucket_bytes, self.lane, self.exact.allocate, self.sender, idle)
         self.weighting = Weighting(self.lane.groups.size, k, plan.combine)
@@ -105,7 +106,7 @@ class Synchronization:
         self._arrivals: list[int] = []
         self._in_flight: list[Pending] = []
         self._launched: list[Bucket] = []
-        self._astray = False  # a bucket was not the one whose turn it was: nothing more leaves
+        self._out_of_order = False  # a bucket was not the one whose turn it was: nothing more leaves
         self._blocked = False  # a full bucket waits for an earlier one
         self._held_up_by: str | None = None
 
@@ -151,7 +152,7 @@ class Synchronization:
 
     # Arrive
 
-    def arrived(self, entry: Entry) -> None:
+    def arrived(self, entry: GradEntry) -> None:
         """The gradient of one parameter has been accumulated into `.grad`. The hottest line of all."""
         index = entry.index
         if self.seen[index] == self.number:
@@ -179,8 +180,8 @@ class Synchronization:
                 tell(bucket)
             self._advance(entry)
 
-    def _arrived_again(self, entry: Entry) -> None:
-        """A second time in one backward: reentrant checkpointing of segments that share a weight."""
+    def _arrived_again(self, entry: GradEntry) -> None:
+        """A gradient came twice in one backward: reentrant checkpointing of segments that share a weight."""
         self.marks[entry.index] |= Mark.REPEATED
         bucket = entry.bucket
         if bucket is None or not self._streaming:
@@ -197,7 +198,7 @@ class Synchronization:
 
     # Launch
 
-    def _advance(self, entry: Entry) -> None:
+    def _advance(self, entry: GradEntry) -> None:
         """Launch every bucket that is full and whose turn it is."""
         with self._launching:
             buckets, missing = self.bucket_order.buckets, self._missing
@@ -218,8 +219,8 @@ class Synchronization:
 
     def _launch(self, bucket: Bucket) -> None:
         self._launched.append(bucket)
-        self._astray |= bucket.mark != self.bucket_order.bucket_marks[self._next]
-        if self._astray:  # the header will tell the others
+        self._out_of_order |= bucket.fingerprint != self.bucket_order.fingerprints[self._next]
+        if self._out_of_order:  # the header will tell the others
             self._next += 1
             return
         bucket.complete(self.marks, self.scale, whole=not self._missing[bucket.index])
@@ -281,11 +282,12 @@ class Synchronization:
 
     def _head(self, micro_batches: int, flags: Flag, num_steps: int) -> Head:
         learned, layout_hash = self.bucket_order.learned, self.bucket_order.layout_hash
-        for entry in self.bucket_order.apart if learned else self.entries:
+        for entry in self.bucket_order.unbucketed if learned else self.entries:
             if entry.param.grad is not None and entry.param.grad.is_sparse:
                 self.marks[entry.index] |= Mark.SPARSE
         weight, flags = self.weighting.announced(flags, micro_batches)
-        order = layout_hash if learned and not self._astray else zlib.crc32(b"".join(b.mark for b in self._leaving()))
+        in_order = learned and not self._out_of_order
+        order = layout_hash if in_order else zlib.crc32(b"".join(b.fingerprint for b in self._leaving()))
         head = Head(
             self._session.step, layout_hash, weight, self.backwards, -1, micro_batches, flags, NO_DIGEST, order=order,
             num_steps=num_steps,
@@ -352,10 +354,9 @@ class Synchronization:
         factor, used = self.weighting.factor(headers), headers.used
         everything = None if used.count(1) == len(used) else used
         for bucket in self.bucket_order.buckets:
-            bucket.hand_out(everything, factor)
-        apart = [entry for entry in self.bucket_order.apart if used[entry.index]]
-        if apart:
-            average_apart(self.lane, self.exact, apart, headers, self.marks, self.scale, factor)
+            bucket.hand_out(everything, factor, self._alive)
+        if unbucketed := [entry for entry in self.bucket_order.unbucketed if used[entry.index]]:
+            average_unbucketed(self.lane, self.exact, unbucketed, headers, self.marks, self.scale, factor)
         self.micro.put_back()
 
     def _drop(self) -> None:

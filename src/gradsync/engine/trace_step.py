@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from gradsync.engine.bucket import Entry
+from gradsync.engine.bucket import GradEntry
 from gradsync.engine.clock_offset import measure_offset
 from gradsync.engine.hooks import weakly
-from gradsync.engine.listeners import Moments
-from gradsync.engine.socket_use import LinksUsed
+from gradsync.engine.socket_use import SocketUse
 from gradsync.engine.step import Synchronization
 from gradsync.engine.sync_timeline import SyncTimeline
 from gradsync.errors import PeerFault
@@ -49,21 +48,21 @@ def wanted(trace: str | os.PathLike[str] | None) -> Path | None:
     return None if trace is None else Path(trace)
 
 
-class Accord(NamedTuple):
+class TraceAgreement(NamedTuple):
     """What ranks agree on before any of them writes."""
 
     together: bool  # every rank traces
     run_id: str  # the same on all
 
 
-def accord(lane: Lane, folder: Path | None) -> Accord:
-    """Every rank calls this at once, whether it traces or not."""
+def agree_on_trace(lane: Lane, folder: Path | None) -> TraceAgreement:
+    """Compare what ranks want; every rank calls this at once, whether it traces or not."""
     rows = lane.exchange(bytes([folder is not None]) + os.urandom(8))
-    return Accord(all(row[0] for row in rows), rows[0][1:].hex())
+    return TraceAgreement(all(row[0] for row in rows), rows[0][1:].hex())
 
 
 def open_tracer(
-    folder: Path, lane: Lane, entries: list[Entry], plan: dict[str, Any] | None, source: str, run_id: str
+    folder: Path, lane: Lane, entries: list[GradEntry], plan: dict[str, Any] | None, source: str, run_id: str
 ) -> Tracer:
     """This rank's file and flight record in `folder`; a folder below it if another model of this process has it."""
     rank = lane.groups.ranks[lane.groups.rank]
@@ -92,9 +91,9 @@ class Tracing:
     """The listener that writes the trace: of a GradSync, or of what integrations tell it."""
 
     def __init__(
-        self, tracer: Tracer, lane: Lane, together: bool, wires: Collection[tuple[int, str]] | None = None
+        self, tracer: Tracer, lane: Lane, together: bool, sockets: Collection[tuple[int, str]] | None = None
     ) -> None:
-        """`together`: every rank traces, so that they may compare their clocks. `wires`: if not the lane's own."""
+        """`together`: every rank traces, so that they may compare their clocks. `sockets`: if not the lane's own."""
         self.tracer = tracer
         self._lane = lane
         self._together = together
@@ -104,7 +103,7 @@ class Tracing:
         self._over = False
         self._layout: list[BucketPlan] = []  # that was written last
         self._aligned_at = -_ALIGN_EVERY
-        self._links = LinksUsed(lane, lane.groups.wires if wires is None else wires)
+        self._links = SocketUse(lane, lane.groups.sockets if sockets is None else sockets)
         if together:
             self._links.know_peers()
         self._align(lane)
@@ -127,35 +126,11 @@ class Tracing:
         if self._synchronization is not None:
             self.tracer.continue_at(step)
 
-    # As a listener
-
-    @property
-    def moments(self) -> Moments:
-        """What it hears of a loop's steps; of synchronizations its timeline does."""
-        return {
-            "border": self.border,
-            "forward_begins": self.forward_begins,
-            "backward_begins": self.backward_begins,
-            "backward_ends": self.backward_ends,
-            "synchronized": self.synchronized,
-            "step_ended": self.step_ended,
-            "optimizer_begins": self.optimizer_begins,
-            "optimizer_ends": self.optimizer_ends,
-            "failed": self.failed,
-        }
+    # As a listener of a loop's steps, see `moments_of`; its timeline hears of synchronizations, the tracer of the rest
 
     def border(self) -> None:
         if self._synchronization is not None and self._synchronization.lane.step >= self._aligned_at + _ALIGN_EVERY:
             self._align(self._synchronization.lane)
-
-    def forward_begins(self) -> None:
-        self.tracer.forward_begins()
-
-    def backward_begins(self) -> None:
-        self.tracer.backward_begins()
-
-    def backward_ends(self) -> None:
-        self.tracer.backward_ends()
 
     def synchronized(self, counts: bool) -> None:
         synchronization, told = self._synchronization, self._timeline
@@ -171,7 +146,7 @@ class Tracing:
             told.sent_nbytes,
             told.raw_nbytes,
         )
-        self._look_at_wires()
+        self._look_at_sockets()
 
     def step_ended(self) -> None:
         self.over(self.tracer.count)
@@ -179,19 +154,13 @@ class Tracing:
     def over(self, step: int, trips: Iterable[BucketMoments] = ()) -> None:
         """A step of which the synchronization knows nothing is over."""
         self.tracer.over(step, counts=True, buckets=trips)
-        self._look_at_wires()
+        self._look_at_sockets()
 
     def write_layout(self, layout: BucketLayout) -> None:
         """These are the buckets from now on, if they were not before."""
         if layout.buckets is not self._layout and layout.buckets != self._layout:
             self._layout = layout.buckets
             self.tracer.write(layout)
-
-    def optimizer_begins(self) -> None:
-        self.tracer.optimizer_begins()
-
-    def optimizer_ends(self) -> None:
-        self.tracer.optimizer_ends()
 
     def failed(self, error: BaseException) -> None:
         ranks = error.ranks if isinstance(error, PeerFault) else ()
@@ -212,8 +181,8 @@ class Tracing:
 
     def _change_links(self, lane: Lane) -> None:
         """Another plan has groups of its own, and so other connections."""
-        self._write_wires()
-        self._links = LinksUsed(lane, lane.groups.wires)
+        self._write_sockets()
+        self._links = SocketUse(lane, lane.groups.sockets)
         if self._together:
             self._links.know_peers()
 
@@ -223,11 +192,11 @@ class Tracing:
             offset = measure_offset(lane)
             self.tracer.write(ClockShift(lane.step, offset.offset_s, offset.error_s))
 
-    def _look_at_wires(self) -> None:
+    def _look_at_sockets(self) -> None:
         if self.tracer.count % _WIRES_EVERY == 0:
-            self._write_wires()
+            self._write_sockets()
 
-    def _write_wires(self) -> None:
+    def _write_sockets(self) -> None:
         line = self._links.since_last(self.tracer.step)
         if line is not None:
             self.tracer.write(line)
@@ -245,7 +214,7 @@ class Tracing:
     def _close(self, why: str) -> None:
         self._over = True
         atexit.unregister(self._at_exit)
-        self._write_wires()
+        self._write_sockets()
         _open.discard(self.tracer.writer.path.absolute())
         self.tracer.close(why)
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 import torch
 
 from gradsync.agreement.header import Headers, Mark
-from gradsync.engine.bucket import Entry, Layout
+from gradsync.engine.bucket import GradEntry, Layout
 from gradsync.exchange.choose_route import ExactSum
 from gradsync.exchange.flat import zeros
 from gradsync.exchange.sparse import average_sparse
 from gradsync.transport.lane import Lane
 
 
-def average_apart(
+def average_unbucketed(
     lane: Lane,
     exact: ExactSum,
-    entries: list[Entry],
+    entries: list[GradEntry],
     headers: Headers,
     marks: bytearray,
     scale: float,
@@ -43,7 +43,7 @@ def average_apart(
             entry.move_out()
 
 
-def _dense_somewhere(entry: Entry, headers: Headers) -> bool:
+def _dense_somewhere(entry: GradEntry, headers: Headers) -> bool:
     """Whether a rank has a dense gradient for it: then all bring a dense one."""
     marks = [row[entry.index] for row in headers.marks]
     return any(mark & Mark.USED and not mark & Mark.SPARSE for mark in marks)

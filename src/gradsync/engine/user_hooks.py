@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from gradsync.agreement.header import Mark
-from gradsync.engine.bucket import Entry
+from gradsync.engine.bucket import GradEntry
 from gradsync.pace.contract import Pace
 
 Hook = Callable[[torch.Tensor], Any]
@@ -44,7 +44,7 @@ class GradientHook(partial[None]):
 
 
 def hook_on(param: torch.Tensor) -> GradientHook | None:
-    """Ours, if there is one."""
+    """Our own hook on a parameter, if there is one."""
     hooks = (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()
     return next((hook for hook in hooks if isinstance(hook, GradientHook)), None)
 
@@ -98,7 +98,7 @@ class ParameterHooks(OrderedDict[int, Hook]):
 class UserHooks:
     """The user's hooks on one model's parameters."""
 
-    def __init__(self, entries: Sequence[Entry], ran: Callable[[], None], check: Callable[[str], None]) -> None:
+    def __init__(self, entries: Sequence[GradEntry], ran: Callable[[], None], check: Callable[[str], None]) -> None:
         """`ran` is told when they have been called; `check` raises where one of that parameter cannot be served."""
         self.delivering = False  # inside a user's hook
         self.by_parameter: dict[int, OrderedDict[int, Hook]] = {}  # of those that had any, by index
@@ -106,8 +106,8 @@ class UserHooks:
         self._ran, self._check = ran, check
         self._entries = entries
 
-    def take_over(self, entry: Entry) -> None:
-        """From now on autograd calls only ours at this parameter."""
+    def take_over(self, entry: GradEntry) -> None:
+        """Let autograd call only our hook at this parameter from now on."""
         hooks: Any = entry.param._post_accumulate_grad_hooks
         if not isinstance(hooks, ParameterHooks):
             hooks = ParameterHooks(OrderedDict() if hooks is None else hooks)
@@ -162,7 +162,7 @@ class UserHooks:
         self.by_parameter[index] = entry.param._post_accumulate_grad_hooks.others  # type: ignore[attr-defined]
 
 
-def hooked(entries: Iterable[Entry]) -> list[str]:
+def hooked(entries: Iterable[GradEntry]) -> list[str]:
     """The names of parameters that have hooks which are not ours."""
     entries = list(entries)
     names = [entry.name for entry, _ in optimizers_in_backward(entries)]
@@ -173,7 +173,7 @@ def hooked(entries: Iterable[Entry]) -> list[str]:
     return names
 
 
-def optimizers_in_backward(entries: Iterable[Entry]) -> Iterator[tuple[Entry, list[Any]]]:
+def optimizers_in_backward(entries: Iterable[GradEntry]) -> Iterator[tuple[GradEntry, list[Any]]]:
     """Parameters that torch's `_apply_optimizer_in_backward` steps, and the handles of its hooks."""
     handles: Any = getattr(sys.modules.get(APPLY_IN_BACKWARD), "param_to_optim_hook_handle_map", None)
     for entry in entries if handles else ():

@@ -13,7 +13,7 @@ add up in `.grad` without weights, so what is there counts with the *base*, the 
 
     weight 3    .grad = g1              base 3
     weight 5    .grad = g1·3/5 + g2     base 5    multiplied before the backward, so buckets still leave during it
-    weight 0    .grad = g1·3/5 + g2     base 5    far lighter than the base: it comes apart, and is added afterwards
+    weight 0    .grad = g1·3/5 + g2     base 5    far lighter than the base: kept aside, and added afterwards
 
 """
 
@@ -25,7 +25,7 @@ from collections.abc import Sequence
 import torch
 
 from gradsync.agreement.header import Flag, Headers
-from gradsync.engine.bucket import Entry
+from gradsync.engine.bucket import GradEntry
 from gradsync.exchange.means import mean_scale
 from gradsync.plan.sync_plan import Combine
 
@@ -63,7 +63,7 @@ class Weighting:
         return tuple(math.nan if number is None else number for number in numbers)
 
     def load(self, state: tuple[float, ...] | None) -> None:
-        """Go on with it; None: with nothing. States of before have the weight alone."""
+        """Go on with a state; None: with nothing. States of before have the weight alone."""
         self.begin()
         if state:
             weight, base, closed, num_closed = state if len(state) == 4 else (state[0], state[0], 0.0, 0.0)
@@ -90,7 +90,7 @@ class Weighting:
 
     @property
     def comes_apart(self) -> bool:
-        """Whether it is too light to take over the base."""
+        """Whether what comes is too light to take over the base."""
         return self.base is not None and self._now < self.base * _LIGHT
 
     def take_over(self) -> float:
@@ -99,7 +99,7 @@ class Weighting:
         return 1.0 if base is None or base == self._now else base / self._now
 
     def lightness(self) -> float:
-        """By what a gradient that came apart is multiplied before it is added."""
+        """What a gradient that was kept aside is multiplied by before it is added."""
         assert self.base is not None
         return self._now / self.base
 
@@ -143,17 +143,17 @@ class Weighting:
 class MicroBatches:
     """Makes what stands in `.grad` fit to be added to."""
 
-    def __init__(self, entries: Sequence[Entry], weighting: Weighting) -> None:
+    def __init__(self, entries: Sequence[GradEntry], weighting: Weighting) -> None:
         self._entries = entries
         self._weighting = weighting
-        self._aside: list[tuple[Entry, torch.Tensor]] = []  # sums of before
+        self._aside: list[tuple[GradEntry, torch.Tensor]] = []  # sums of before
         self.begin()
 
     def begin(self) -> None:
         """A step begins."""
         self._weighting.begin()
         self._weighed_at = 0  # backwards of this step when a weight was set last
-        self._heavier: list[tuple[Entry, torch.Tensor]] = []  # what is there, while far lighter gradients come apart
+        self._heavier: list[tuple[GradEntry, torch.Tensor]] = []  # what is there, while lighter ones are aside
 
     def set_weight(self, weight: float, micro_batches: int, backwards: int) -> None:
         """What comes counts so much; so many micro-batches of the window are done, and backwards of the step."""
@@ -164,7 +164,7 @@ class MicroBatches:
 
     @torch.no_grad()
     def weigh(self) -> bool:
-        """A backward begins: let what is there have its weight; False if its gradients must come apart."""
+        """A backward begins: let what is there have its weight; False if its gradients must be kept aside."""
         self.merge()
         if self._weighting.comes_apart:
             self._heavier = [(each, each.param.grad) for each in self._entries if each.param.grad is not None]
@@ -205,7 +205,7 @@ class MicroBatches:
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Add the light gradients that came apart to those that were there."""
+        """Add the light gradients that were kept aside to those that were there."""
         if not self._heavier:
             return
         heavier, self._heavier = {entry.index: grad for entry, grad in self._heavier}, []

@@ -19,14 +19,14 @@ _TWICE = "DistributedDataParallel would average its gradients once more"
 
 
 def refuse_wrappers(model: torch.nn.Module) -> RemovableHandle:
-    """While `model` is there, and the handle was not removed: no such wrapper can be made around what is attached."""
+    """Let no such wrapper be made around what is attached, while `model` is there and the handle was not removed."""
     handle = register_module_module_registration_hook(_registered)
     weakref.finalize(model, handle.remove).atexit = False
     return handle
 
 
 def check_wrapper() -> None:
-    """In a forward: raise if it comes through a wrapper that averages what is attached."""
+    """Raise if a forward comes through a wrapper that averages what is attached."""
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is not None and any(_is_attached(param) for param in wrapper._module_parameters):
         raise ValueError(

@@ -102,7 +102,7 @@ def shared_empty(
 
 @contextmanager
 def _call(cache: GroupCache, what: str) -> Iterator[None]:
-    """One call after the other; what goes wrong in it is said, or ends the lane."""
+    """Let one call run after the other; what goes wrong in it is said, or ends the lane."""
     with cache.turn:
         cache.lane.session.next_call(what, "call")
         try:

@@ -9,22 +9,25 @@ a GPU on gloo, nothing elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
 
-from gradsync.compress.rounds import Absent, CodedBucket, Compute, Gather, Payload, Rounds, Sum, SumInside, Trade
+from gradsync.compress.rounds import CodedBucket, Compute, Gather, NoRound, Payload, Rounds, Sum, SumInside, Trade
+from gradsync.errors import GradSyncError
 from gradsync.exchange.flat import FlatBucket, Form
 from gradsync.exchange.participants import Members, Participants, WithinHosts
-from gradsync.exchange.pinned import Staged
+from gradsync.exchange.pinned import StagedPayload
 from gradsync.exchange.pipeline import PendingRounds
 from gradsync.trace.tally import CodecTally
 from gradsync.transport.pending import Pending
+from gradsync.transport.waiting import first_line
 
 T = TypeVar("T")
-_STAGES = (Compute, Sum, Gather, Trade, SumInside, Absent)
+_STAGES = (Compute, Sum, Gather, Trade, SumInside, NoRound)
 
 
 class RoutedBucket(CodedBucket):
@@ -39,18 +42,44 @@ class RoutedBucket(CodedBucket):
         self.flat, self.device = flat_bucket.flat, flat_bucket.flat.device
         self.residual, self.factors = flat_bucket.residual, flat_bucket.factors
         self.numel, self.dtype = flat_bucket.flat.numel(), flat_bucket.flat.dtype
-        self.whole = Staged(flat_bucket.nbytes, flat_bucket.flat, flat_bucket.flat)
+        self.whole = StagedPayload(flat_bucket.nbytes, flat_bucket.flat, flat_bucket.flat)
 
     def numbers(self, numel: int, dtype: torch.dtype) -> Payload:
         memory = self._members.for_sums(Form(numel, dtype, self._sent_from))
-        return Staged.beside(memory.nbytes, memory, self.device)
+        return StagedPayload.beside(memory.nbytes, memory, self.device)
 
     def rows(self, num_rows: int, nbytes: Callable[[], int], claimed: float) -> Payload:
         memory = self._members.for_gathering((num_rows, nbytes()), self._sent_from)
-        return Staged.beside(claimed, memory, self.device)
+        return StagedPayload.beside(claimed, memory, self.device)
 
     def prepare(self, make: Callable[[], T]) -> T:
         return make()
+
+
+def codec_rounds(flat_bucket: FlatBucket, bucket: CodedBucket, place: Callable[[int], str]) -> Rounds:
+    """What a bucket's codec yields for it; what its code raises, now or in a step, is told as its own."""
+    codec = flat_bucket.choice.codec
+    assert codec is not None
+
+    @contextmanager
+    def telling() -> Iterator[None]:
+        try:
+            yield
+        except GradSyncError:
+            raise  # of what it has asked us for
+        except Exception as error:
+            raise GradSyncError(
+                f"{place(flat_bucket.index)} the compressor {type(codec).__name__} raised {type(error).__name__} in "
+                f"{flat_bucket.describe()}: {first_line(error)}; correct its code, or leave it out of the plan"
+            ) from error
+
+    with telling():
+        rounds = codec.rounds(bucket)
+    if not isinstance(rounds, Iterable):
+        raise TypeError(f"the rounds of a compressor are what a generator yields, got {rounds!r}")
+    with telling():
+        for stage in rounds:
+            yield stage._replace(run=telling()(stage.run)) if isinstance(stage, Compute) else stage
 
 
 class PreparedRound(NamedTuple):
@@ -58,14 +87,12 @@ class PreparedRound(NamedTuple):
 
     what: str  # as its seconds are counted
     computing: list[Callable[[int], object]]  # told the step
-    round: Sum | Gather | Trade | SumInside | Absent | None  # None: what is computed after the last one
+    round: Sum | Gather | Trade | SumInside | NoRound | None  # None: what is computed after the last one
 
 
 def prepared_rounds(rounds: Rounds, rank: int) -> list[PreparedRound]:
     """What a codec yields, round by round, with the copies that are needed."""
     prepared, what, computing = [], "", list[Callable[[int], object]]()
-    if not isinstance(rounds, Iterable):
-        raise TypeError(f"the rounds of a compressor are what a generator yields, got {rounds!r}")
     for stage in rounds:
         if not isinstance(stage, _STAGES):
             kinds = ", ".join(kind.__name__ for kind in _STAGES)
@@ -83,12 +110,12 @@ def prepared_rounds(rounds: Rounds, rank: int) -> list[PreparedRound]:
 def _copies(stage: object, rank: int) -> tuple[list[Callable[[int], object]], list[Callable[[int], object]]]:
     """The copies before a round, and those after it."""
     match stage:
-        case Sum(Staged() as payload) if payload.apart:
-            return [lambda step: payload.down()], [lambda step: payload.up()]
-        case Gather(Staged() as rows) if rows.apart:
-            return [lambda step: rows.down(rank)], [lambda step: rows.up()]
-        case Trade(Staged() as theirs, Staged() as mine) if mine.apart:
-            return [lambda step: mine.down()], [lambda step: theirs.up()]
+        case Sum(StagedPayload() as payload) if payload.staged:
+            return [lambda step: payload.copy_to_host()], [lambda step: payload.copy_to_device()]
+        case Gather(StagedPayload() as rows) if rows.staged:
+            return [lambda step: rows.copy_to_host(rank)], [lambda step: rows.copy_to_device()]
+        case Trade(StagedPayload() as theirs, StagedPayload() as mine) if mine.staged:
+            return [lambda step: mine.copy_to_host()], [lambda step: theirs.copy_to_device()]
     return [], []
 
 
@@ -137,14 +164,14 @@ def _as_one(runs: list[Callable[[int], object]]) -> Callable[[int], object]:
 
 
 def _sent(stage: object, who: Participants) -> tuple[str, float]:
-    """By which way, and how many bytes over a network."""
+    """The way by which a round goes, and how many bytes of it over a network."""
     match stage:
-        case Sum(Staged() as payload):
+        case Sum(StagedPayload() as payload):
             form = Form(payload.sent.numel(), payload.sent.dtype, payload.sent.device)
             return who.sum_way(form), form.nbytes * who.sum_share(form)
-        case Gather(Staged() as rows):
+        case Gather(StagedPayload() as rows):
             return "gather", 0.0 if who.in_memory else float((who.size - 1) * rows.sent[0].nbytes)
-        case Trade(Staged() as rows):
+        case Trade(StagedPayload() as rows):
             return "two_phase", float((who.size - 1) * rows.sent[0].nbytes)
         case SumInside():
             return "across_hosts", 0.0
@@ -155,19 +182,19 @@ def _launch(
     stage: object, index: int, who: Participants, within_hosts: WithinHosts | None
 ) -> Callable[[], Pending | None] | None:
     match stage:
-        case Sum(Staged() as payload):
+        case Sum(StagedPayload() as payload):
             return partial(who.sum, payload.sent, index)
-        case Gather(Staged() as rows):
+        case Gather(StagedPayload() as rows):
             return partial(who.gather, rows.sent, index)
-        case Trade(Staged() as rows, Staged() as mine):
+        case Trade(StagedPayload() as rows, StagedPayload() as mine):
             return partial(who.trade, rows.sent, mine.sent.view(-1), index)
-        case SumInside(Staged() as payload) if within_hosts is not None:
+        case SumInside(StagedPayload() as payload) if within_hosts is not None:
             return partial(within_hosts.sum, payload.sent, index)
-        case Absent():
+        case NoRound():
             return _nothing
     assert stage is None, f"no round is known for {stage!r}"
     return None
 
 
 def _nothing() -> None:
-    """Others launch."""
+    """Launch nothing: others do."""

@@ -29,7 +29,7 @@ from gradsync.exchange.flat import Form, carve, zeros
 from gradsync.exchange.pinned import PinnedRoute
 from gradsync.exchange.routes import HierarchicalRoute, HostRoute, MessageRoute, NativeRoute, SharedRoute, SumRoute
 from gradsync.kernels.library import CODES
-from gradsync.transport.groups import MESSAGES
+from gradsync.transport.groups import HOST, MESSAGES
 from gradsync.transport.lane import Lane
 from gradsync.transport.link_speed import measure_across
 from gradsync.transport.pending import Pending
@@ -40,14 +40,14 @@ class UnfitAlgorithm(ValueError):
 
 
 class RouteTable(NamedTuple):
-    """For each kind of algorithm, how tensors of a device type take it; what is missing goes by the backend."""
+    """How tensors of a device type take each kind of algorithm; what is missing goes by the backend."""
 
     by_device: dict[str, dict[type, SumRoute]]
     cluster: Cluster | None  # to choose by, where there is a choice
 
 
 def open_routes(
-    lane: Lane, parent: dist.ProcessGroup, algorithm: Algorithm | None, devices: dict[str, torch.device], timeout: float
+    lane: Lane, parent: dist.ProcessGroup, algorithm: Algorithm | None, devices: dict[str, torch.device]
 ) -> RouteTable:
     """The routes for tensors on these devices, whose channels exist."""
     on_nccl = [kind for kind in devices if not lane.groups.data[kind].on_host]
@@ -57,7 +57,7 @@ def open_routes(
     by_device: dict[str, dict[type, SumRoute]] = {}
     cluster = None
     if len(on_nccl) < len(devices):
-        on_host, cluster = _host_routes(lane, parent, algorithm, timeout)
+        on_host, cluster = _host_routes(lane, parent, algorithm)
         for kind, device in devices.items():
             if kind == "cpu":
                 by_device[kind] = dict(on_host)
@@ -82,21 +82,21 @@ def _refuse_unfit(lane: Lane, algorithm: Algorithm | None, on_nccl: list[str]) -
             raise UnfitAlgorithm(f"gs.shared_memory() is not offered: {lane.lacks}")
     elif on_nccl and algorithm is not None and not isinstance(algorithm, Native):
         warnings.warn(
-            f"{algorithm!r} on NCCL sends point to point, which was not measured: no two GPUs were at hand; "
-            "gs.native() is the default there",
+            f"{algorithm!r} on NCCL sends point to point, in rounds, and was slower than gs.native() wherever it was "
+            "measured; gs.native() is the default there",
             stacklevel=7,
         )
 
 
 def _host_routes(
-    lane: Lane, parent: dist.ProcessGroup, algorithm: Algorithm | None, timeout: float
+    lane: Lane, parent: dist.ProcessGroup, algorithm: Algorithm | None
 ) -> tuple[dict[type, HostRoute], Cluster | None]:
     if lane.lacks and isinstance(algorithm, SharedMemory | Hierarchical | None):
         warnings.warn(f"{lane.lacks}; the process group serves instead of shared memory", stacklevel=8)
     if len(lane.hosts) == 1 and isinstance(algorithm, SharedMemory | None):
         return ({} if lane.team is None else {SharedMemory: SharedRoute(lane, lane.team)}), None
     if MESSAGES not in lane.groups.data:
-        lane.groups.add_data(parent, [MESSAGES], timeout)
+        lane.groups.add_data(parent, {MESSAGES: HOST})
     if algorithm is not None:
         return {type(algorithm): _host_route(lane, _recipe(algorithm))}, None
     cluster = Cluster(lane.hosts, inside=LOOPBACK, across=measure_across(lane))
@@ -126,16 +126,15 @@ class ExactSum:
         parent: dist.ProcessGroup,
         algorithm: Algorithm | None,
         devices: Iterable[torch.device],
-        timeout: float,
     ) -> None:
         """Make the channels and routes for tensors on these devices; every rank of the group calls this at once."""
         kinds = {device.type: device for device in sorted(devices, key=str)}
-        missing = [kind for kind in kinds if kind not in lane.groups.data]
-        lane.groups.add_data(parent, missing, timeout)
+        missing = {kind: device for kind, device in kinds.items() if kind not in lane.groups.data}
+        lane.groups.add_data(parent, missing)
         self._lane = lane
         self._algorithm = algorithm
         self._native = NativeRoute(lane)
-        self._routes = open_routes(lane, parent, algorithm, kinds, timeout)
+        self._routes = open_routes(lane, parent, algorithm, kinds)
         self._choose = lru_cache(maxsize=1024)(self._chosen)
 
     def launch(self, flat: torch.Tensor, bucket: int = -1) -> Pending:
@@ -144,12 +143,12 @@ class ExactSum:
         return route.launch(real, bucket)
 
     def route_of(self, flat: torch.Tensor) -> tuple[SumRoute, torch.Tensor]:
-        """The one that this tensor takes, and as which tensor."""
+        """The route that this tensor takes, and as which tensor."""
         real = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
         return self.route(Form(real.numel(), real.dtype, real.device)), real
 
     def route(self, form: Form) -> SumRoute:
-        """The one that such a tensor takes."""
+        """The route that such a tensor takes."""
         if form.dtype not in CODES and not form.dtype.is_complex:
             return self._native
         algorithm = self._choose(form.numel * form.dtype.itemsize) if self._algorithm is None else self._algorithm

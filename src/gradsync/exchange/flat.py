@@ -49,7 +49,7 @@ class Form(NamedTuple):
         return self.numel * self.dtype.itemsize
 
     def zeros(self) -> torch.Tensor:
-        """In ordinary memory."""
+        """Zeros of this form, in ordinary memory."""
         return torch.zeros(self.numel, dtype=self.dtype, device=self.device)
 
 
@@ -68,13 +68,13 @@ class Item(NamedTuple):
 
     @classmethod
     def like(cls, name: str, tensor: torch.Tensor) -> Item:
-        """At the beginning, with the tensor's own strides; where these leave holes, with such as do not."""
+        """An item at the beginning, with the tensor's own strides; where these leave holes, with such as do not."""
         strides = torch.empty_like(tensor, device="meta").stride()
         return cls(name, 0, tuple(tensor.shape), strides, tensor.dtype, tensor.device)
 
     @classmethod
     def by_rows(cls, name: str, tensor: torch.Tensor) -> Item:
-        """At the beginning, row by row: alike on two ranks whose tensors have other strides."""
+        """An item at the beginning, row by row: alike on two ranks whose tensors have other strides."""
         strides = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").stride()
         return cls(name, 0, tuple(tensor.shape), strides, tensor.dtype, tensor.device)
 
@@ -89,7 +89,7 @@ class Item(NamedTuple):
         return Span(self.name, self.start, self.param.numel)
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Its part of `flat`, in the tensor's own shape."""
+        """The item's part of `flat`, in the tensor's own shape."""
         return flat.as_strided(self.shape, self.strides, flat.storage_offset() + self.start)
 
 
@@ -147,7 +147,7 @@ def sum_nbytes(forms: Sequence[Form | torch.Tensor], align_nbytes: int = ALIGN_N
 
 
 def zeros(forms: list[Form]) -> list[torch.Tensor]:
-    """In ordinary memory."""
+    """Zeros of these forms, in ordinary memory."""
     return [form.zeros() for form in forms]
 
 
@@ -213,7 +213,7 @@ class FlatBucket:
         return f"bucket {self.index}"
 
     def describe(self) -> str:
-        """For people, with the first names."""
+        """What the bucket is, for people, with the first names."""
         names = [item.name for item in self.items]
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         return f"{self.what} ({shown})"
@@ -222,7 +222,7 @@ class FlatBucket:
 def make_flat_buckets(
     layouts: Sequence[tuple[FlatLayout, Choice]], indices: Iterable[int], allocate: Allocate
 ) -> list[FlatBucket]:
-    """One for each layout, with the next of the `indices`; every rank makes them at once."""
+    """A flat bucket for each layout, with the next of the `indices`; every rank makes them at once."""
     flats = allocate([layout.form for layout, _ in layouts])
     return [
         FlatBucket(index, flat, layout.items, choice)

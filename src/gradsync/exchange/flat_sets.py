@@ -61,8 +61,8 @@ class FlatSet:
         """Make their routes, with what waits for these flat buckets; every rank calls this at once."""
         first = self.flat_parts[0].flat_buckets
         for flat_part in self.flat_parts:
-            for flat_bucket, elder in zip(flat_part.flat_buckets, first, strict=True):
-                flat_bucket.keep_with(None if flat_bucket is elder else elder)
+            for flat_bucket, leading in zip(flat_part.flat_buckets, first, strict=True):
+                flat_bucket.keep_with(None if flat_bucket is leading else leading)
             self._sender.add(flat_part.flat_buckets)
 
     def launch(self, flat_part: FlatPart) -> list[Pending]:

@@ -24,12 +24,12 @@ from gradsync.exchange.routes import Bounds, SharedRoute, share_blocks
 from gradsync.kernels.library import OpKind
 from gradsync.transport.groups import ACROSS_HOSTS, WITHIN_HOST, Channel
 from gradsync.transport.lane import Lane
-from gradsync.transport.pending import Collective, Pending
+from gradsync.transport.pending import Pending, pending_of
 from gradsync.transport.shared_memory import Team, label_of
 
 
 class Members(Protocol):
-    """Who they are, and the memory that suits their rounds; every rank of the group asks for it at once."""
+    """Who takes part, and the memory that suits their rounds; every rank of the group asks for it at once."""
 
     size: int
     rank: int  # this one's index among them
@@ -52,7 +52,7 @@ class Participants(Members, Protocol):
         """How many of its bytes this rank sends over a network, as a factor."""
 
     def sum_way(self, form: Form) -> str:
-        """By which algorithm such a tensor is added up."""
+        """The algorithm by which such a tensor is added up."""
 
     def gather(self, rows: torch.Tensor, bucket: int) -> Pending:
         """Start filling `rows`, of which each rank has filled its own."""
@@ -82,7 +82,7 @@ class AllRanks:
     def gather(self, rows: torch.Tensor, bucket: int) -> Pending:
         team = self._lane.team
         if self.in_memory and team is not None and rows.device.type == "cpu" and team.locate(rows) is not None:
-            step = self._lane.today
+            step = self._lane.current_step
             return self._lane.send(lambda: _gather_in_memory(team, rows, step, bucket), *_words(rows, bucket))
         return _gather(self._lane, self._lane.groups.data[rows.device.type], rows, self.rank, bucket)
 
@@ -105,19 +105,19 @@ class AllRanks:
 class Leaders:
     """The first rank of each host; the others only make the memory with them, and never launch."""
 
-    def __init__(self, lane: Lane, parent: dist.ProcessGroup, device_type: str, timeout: float) -> None:
+    def __init__(self, lane: Lane, parent: dist.ProcessGroup, device: torch.device) -> None:
         self._firsts = [host[0] for host in lane.hosts]
         self.size, self.in_memory = len(self._firsts), False
         self.rank = self._firsts.index(lane.groups.rank) if lane.groups.rank in self._firsts else -1
         self._lane = lane
-        self._parent, self._device_type, self._timeout = parent, device_type, timeout
+        self._parent, self._device = parent, device
         self._open = False
 
     def open(self) -> None:
         """Make their channel, if it is not there; every rank of the group calls this at once."""
         if not self._open:
             mine = self._firsts if self.rank >= 0 else []
-            self._lane.groups.add_part(self._parent, ACROSS_HOSTS, mine, self._device_type, self._timeout)
+            self._lane.groups.add_part(self._parent, ACROSS_HOSTS, mine, self._device)
             self._open = True
 
     @property
@@ -126,7 +126,7 @@ class Leaders:
 
     def sum(self, flat: torch.Tensor, bucket: int) -> Pending:
         issue = self._bridge.sum(flat)
-        return self._lane.follow(Collective(issue, *_words(flat, bucket), self._bridge.on_host))
+        return self._lane.follow(pending_of(issue, *_words(flat, bucket)))
 
     def sum_share(self, form: Form) -> float:
         return 2 * (self.size - 1) / self.size if self.rank >= 0 else 0.0
@@ -150,15 +150,15 @@ class Leaders:
 def _gather(lane: Lane, channel: Channel, rows: torch.Tensor, rank: int, bucket: int) -> Pending:
     # A copy of our row: the backend may not read what it writes.
     work = channel.gather(rows, rows[rank].clone())
-    return lane.follow(Collective(work, *_words(rows, bucket), channel.on_host))
+    return lane.follow(pending_of(work, *_words(rows, bucket)))
 
 
 def _trade(lane: Lane, channel: Channel, rows: torch.Tensor, mine: torch.Tensor, bucket: int) -> Pending:
-    return lane.follow(Collective(channel.trade(rows, mine), *_words(rows, bucket), channel.on_host))
+    return lane.follow(pending_of(channel.trade(rows, mine), *_words(rows, bucket)))
 
 
 def _gather_in_memory(team: Team, rows: torch.Tensor, step: int, bucket: int) -> None:
-    """On the lane's thread: each fetches the others' rows."""
+    """Fetch the others' rows, as each rank does, on the lane's thread."""
     share_blocks(team, OpKind.GATHER, rows, _row_bounds(*rows.shape), label_of(rows, step, bucket))
 
 
@@ -175,12 +175,10 @@ def _words(tensor: torch.Tensor, bucket: int) -> tuple[str, int, int]:
 class WithinHosts:
     """The ranks of this host: in shared memory where they can, else over a channel of their own."""
 
-    def __init__(
-        self, lane: Lane, parent: dist.ProcessGroup, device: torch.device, on_host: bool, timeout: float
-    ) -> None:
+    def __init__(self, lane: Lane, parent: dist.ProcessGroup, device: torch.device, on_host: bool) -> None:
         self._lane = lane
         self._members = next(host for host in lane.hosts if lane.groups.rank in host)
-        self._parent, self._device_type, self._timeout = parent, device.type, timeout
+        self._parent, self._device = parent, device
         self._routes: dict[str, SharedRoute | PinnedRoute] = {}
         self._open = lane.groups.size == len(lane.hosts)  # there is nobody to speak with
         if on_host and lane.team is not None:
@@ -192,7 +190,7 @@ class WithinHosts:
     def open(self) -> None:
         """Make their channel, if they need one and it is not there; every rank of the group calls this at once."""
         if not self._open:
-            self._lane.groups.add_part(self._parent, WITHIN_HOST, list(self._members), self._device_type, self._timeout)
+            self._lane.groups.add_part(self._parent, WITHIN_HOST, list(self._members), self._device)
             self._open = True
 
     def sum(self, flat: torch.Tensor, bucket: int) -> Pending | None:
@@ -202,5 +200,4 @@ class WithinHosts:
         if flat.device.type in self._routes:
             return self._routes[flat.device.type].launch(flat, bucket)
         channel = self._lane.groups.data[WITHIN_HOST]
-        nbytes = flat.numel() * flat.element_size()
-        return self._lane.follow(Collective(channel.sum(flat), f"bucket {bucket}", nbytes, bucket, channel.on_host))
+        return self._lane.follow(pending_of(channel.sum(flat), *_words(flat, bucket)))

@@ -20,39 +20,38 @@ from gradsync.compress.rounds import Payload
 from gradsync.errors import NotEnoughMemory
 from gradsync.exchange.routes import HostRoute
 from gradsync.exchange.schedule_runner import stamp
+from gradsync.transport.groups import HOST
 from gradsync.transport.lane import Lane
 from gradsync.transport.pending import Pending
 
-HOST = torch.device("cpu")
 
+class StagedPayload(Payload):
+    """A payload where the device works on it (`tensor`), and where it travels (`sent`)."""
 
-class Staged(Payload):
-    """A payload where the device works on it (`near`), and where it travels (`sent`)."""
-
-    def __init__(self, nbytes: float, near: torch.Tensor, sent: torch.Tensor) -> None:
+    def __init__(self, nbytes: float, tensor: torch.Tensor, sent: torch.Tensor) -> None:
         super().__init__(nbytes)
-        self.near, self.sent = near, sent
-        self.apart = near.device != sent.device
-        if self.apart:
+        self.tensor, self.sent = tensor, sent
+        self.staged = tensor.device != sent.device
+        if self.staged:
             pin(sent, self)
 
     @classmethod
-    def beside(cls, nbytes: float, sent: torch.Tensor, device: torch.device) -> Staged:
-        """For what is made on `device`, and travels in `sent`."""
+    def beside(cls, nbytes: float, sent: torch.Tensor, device: torch.device) -> StagedPayload:
+        """A payload for what is made on `device`, and travels in `sent`."""
         return cls(nbytes, sent if sent.device == device else torch.empty_like(sent, device=device), sent)
 
-    def down(self, part: int | slice = slice(None)) -> None:
-        """What was made goes where it travels; it is there on return."""
-        self.sent[part].copy_(self.near[part], non_blocking=True)
-        torch.cuda.current_stream(self.near.device).synchronize()
+    def copy_to_host(self, part: int | slice = slice(None)) -> None:
+        """Bring what was made to where it travels; it is there on return."""
+        self.sent[part].copy_(self.tensor[part], non_blocking=True)
+        torch.cuda.current_stream(self.tensor.device).synchronize()
 
-    def up(self) -> None:
+    def copy_to_device(self) -> None:
         """What arrived goes back, in the order of the stream."""
-        self.near.copy_(self.sent, non_blocking=True)
+        self.tensor.copy_(self.sent, non_blocking=True)
 
 
 def travel_device(device: torch.device, on_host: bool) -> torch.device:
-    """Where tensors of `device` travel, if its channel works on the host or not."""
+    """The device where tensors of `device` travel: the host, if its channel works there."""
     return HOST if on_host else device
 
 
@@ -66,7 +65,7 @@ def pin(memory: torch.Tensor, owner: object) -> None:
 
 
 def _unpin(memory: torch.Tensor) -> None:
-    """Before it is unmapped: the finalizer held it until now."""
+    """Unregister memory before it is unmapped: the finalizer held it until now."""
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
@@ -92,12 +91,12 @@ class PinnedRoute:
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(flat.device))
         done = torch.cuda.Event()
-        mark = stamp(self._lane.today, bucket)
-        pending = self._lane.send(lambda: self._run(flat, mark, ready, done), f"bucket {bucket}", flat.nbytes, bucket)
+        tag = stamp(self._lane.current_step, bucket)
+        pending = self._lane.send(lambda: self._run(flat, tag, ready, done), f"bucket {bucket}", flat.nbytes, bucket)
         pending.then(lambda: torch.cuda.current_stream(flat.device).wait_event(done))
         return pending
 
-    def _run(self, flat: torch.Tensor, mark: int, ready: torch.cuda.Event, done: torch.cuda.Event) -> None:
+    def _run(self, flat: torch.Tensor, tag: int, ready: torch.cuda.Event, done: torch.cuda.Event) -> None:
         pieces = flat.split(_SLOT_NBYTES // flat.element_size())
         down = [torch.cuda.Event() for _ in pieces]
         with torch.cuda.device(flat.device), torch.cuda.stream(self._stream):
@@ -110,7 +109,7 @@ class PinnedRoute:
                 if i > 0:
                     down[i - 1].synchronize()
                     host = self._slot(pieces[i - 1], i - 1)
-                    self._inner.run(host, mark)
+                    self._inner.run(host, tag)
                     pieces[i - 1].copy_(host, non_blocking=True)
             done.record(self._stream)
         flat.record_stream(self._stream)
@@ -120,7 +119,7 @@ class PinnedRoute:
 
 
 def _pinned_slots(lane: Lane) -> list[torch.Tensor]:
-    """In the team's memory if there is one, so that sums are made where the pieces lie."""
+    """Slots in the team's memory if there is one, so that sums are made where the pieces lie."""
     if lane.team is not None:
         try:
             memory = lane.team.allocate(_NUM_SLOTS * _SLOT_NBYTES)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 
+from gradsync.errors import GradSyncError
 from gradsync.transport.lane_thread import LaneThread
 from gradsync.transport.pending import LaneTask, Pending, Promise
 
@@ -36,7 +37,7 @@ class _UnderWay(NamedTuple):
 
 
 class Pipeline:
-    """Where buckets are handed in; `lane_thread` runs them, or the caller itself if there is none."""
+    """What takes buckets and runs them: on `lane_thread`, or in the caller itself if there is none."""
 
     def __init__(self, lane_thread: LaneThread | None, device: torch.device) -> None:
         self._lane_thread = lane_thread
@@ -55,15 +56,15 @@ class Pipeline:
         self._do(lambda: self._begin(_between(rounds, ready, done), delivery), delivery)
 
     def flush(self) -> None:
-        """All rounds to their ends: no more begin in this step."""
+        """Run all rounds to their ends: no more begin in this step."""
         self._do(self._finish_all)
 
     def _do(self, work: Callable[[], None], delivery: Promise | None = None) -> None:
-        """In its turn, on the pipeline's stream. Whatever fails, whoever waits for a delivery hears of it."""
+        """Run `work` in its turn, on the pipeline's stream; if it fails, whoever waits for a delivery hears of it."""
 
         def run() -> None:
             try:
-                with self._on_stream():
+                with self.on_stream():
                     work()
             except Exception as error:
                 self._give_up(error, delivery)
@@ -79,9 +80,10 @@ class Pipeline:
         waiting = [each.delivery for each in self._under_way] + ([] if newest is None else [newest])
         self._under_way = []
         for delivery in waiting:
-            delivery.finish(error if first is None else RuntimeError(str(first)))
+            delivery.finish(error if first is None else _again(first))
 
-    def _on_stream(self) -> AbstractContextManager[object]:
+    def on_stream(self) -> AbstractContextManager[object]:
+        """What an exchange launches inside goes to its stream; on a CPU there is none."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _begin(self, rounds: PendingRounds, delivery: Promise) -> None:
@@ -101,9 +103,9 @@ class Pipeline:
         self._under_way = [each for each in map(self._further, self._under_way) if each is not None]
 
     def _further(self, bucket: _UnderWay) -> _UnderWay | None:
-        """One round further; None when it has arrived, or failed: then nothing that follows can be trusted."""
+        """Take a bucket one round further; None when it has arrived, or failed: then nothing later can be trusted."""
         if self._broken is not None:
-            bucket.delivery.finish(RuntimeError(str(self._broken)))
+            bucket.delivery.finish(_again(self._broken))
             return None
         try:
             if bucket.pending is not None:
@@ -115,6 +117,11 @@ class Pipeline:
             self._broken = error
             bucket.delivery.finish(error)
         return None
+
+
+def _again(first: Exception) -> Exception:
+    """The error of whatever comes after the first one, which may say itself whose it is."""
+    return first if isinstance(first, GradSyncError) else RuntimeError(str(first))
 
 
 def _await(pending: Pending) -> None:

@@ -10,16 +10,16 @@ import torch
 from gradsync.exchange.flat import FlatBucket, Item
 
 
-class Kept(NamedTuple):
-    """Rank-local: no other rank has the same residuals."""
+class KeptState(NamedTuple):
+    """What one rank keeps: no other rank has the same residuals."""
 
     residuals: dict[str, torch.Tensor]  # in the parameter's shape, fp32
     factors: dict[str, torch.Tensor]  # what else codecs keep: PowerSGD's Q
 
 
-def begin(flat_buckets: Iterable[FlatBucket]) -> Kept:
+def begin(flat_buckets: Iterable[FlatBucket]) -> KeptState:
     """What is kept before the first compressed step: residuals of zero, and what codecs start with."""
-    kept = Kept({}, {})
+    kept = KeptState({}, {})
     for flat_bucket in flat_buckets:
         codec, device = flat_bucket.choice.codec, flat_bucket.flat.device
         for item in flat_bucket.items:
@@ -30,9 +30,9 @@ def begin(flat_buckets: Iterable[FlatBucket]) -> Kept:
     return kept
 
 
-def collect(flat_buckets: Iterable[FlatBucket]) -> Kept:
+def collect(flat_buckets: Iterable[FlatBucket]) -> KeptState:
     """Copies of all that is kept now."""
-    kept = Kept({}, {})
+    kept = KeptState({}, {})
     for flat_bucket in flat_buckets:
         for item in flat_bucket.items:
             if flat_bucket.residual is not None:
@@ -42,12 +42,12 @@ def collect(flat_buckets: Iterable[FlatBucket]) -> Kept:
     return kept
 
 
-def place(kept: Kept, flat_buckets: Iterable[FlatBucket]) -> Kept:
+def place(kept: KeptState, flat_buckets: Iterable[FlatBucket]) -> KeptState:
     """Put what is kept where its parameter is now; return what has no place there.
 
     A factor of another shape, from another rank of PowerSGD say, is of no use: the first one serves.
     """
-    left = Kept(dict(kept.residuals), dict(kept.factors))
+    left = KeptState(dict(kept.residuals), dict(kept.factors))
     for flat_bucket in flat_buckets:
         for item in flat_bucket.items:
             if flat_bucket.residual is not None and item.name in left.residuals:

@@ -24,12 +24,15 @@ from gradsync.algorithms.check import check
 from gradsync.algorithms.hierarchical import Hierarchical
 from gradsync.algorithms.schedule import Recipe, Schedule, chunk_bounds
 from gradsync.cluster import Hosts
+from gradsync.errors import GradSyncError
 from gradsync.exchange.schedule_runner import Program, run, stamp
 from gradsync.kernels.library import CODES, Op, OpKind
 from gradsync.transport.groups import MESSAGES
 from gradsync.transport.lane import Lane
-from gradsync.transport.pending import ByWorker, LaneTask, OnStream, Pending
+from gradsync.transport.pending import ByWorker, LaneTask, Pending
 from gradsync.transport.shared_memory import LANE, Team, label_of
+from gradsync.transport.stream_work import StreamWork, run_on_stream
+from gradsync.transport.waiting import first_line
 
 _SLICE_S = 1.0
 Bounds = ctypes.Array[ctypes.c_uint64]
@@ -56,7 +59,7 @@ class SumRoute(Protocol):
 class HostRoute(SumRoute, Protocol):
     """A way for tensors in host memory, which another route may use for its pieces."""
 
-    def run(self, flat: torch.Tensor, mark: int) -> None:
+    def run(self, flat: torch.Tensor, tag: int) -> None:
         """Sum it now, on the lane's thread."""
 
 
@@ -75,7 +78,7 @@ class NativeRoute:
         channel = self._lane.groups.data[flat.device.type]
         if channel.on_host and flat.dtype == torch.int16:
             raise ValueError("gloo cannot add int16; use int32, or gs.shared_memory() on one host")
-        return self._lane.launch(lambda: channel.sum(flat), f"bucket {bucket}", flat.nbytes, bucket, channel.on_host)
+        return self._lane.launch(lambda: channel.sum(flat), f"bucket {bucket}", flat.nbytes, bucket)
 
 
 class SharedRoute:
@@ -90,18 +93,18 @@ class SharedRoute:
         self._team = team
 
     def launch(self, flat: torch.Tensor, bucket: int) -> Pending:
-        op = self._team.sum_op(flat, label_of(flat, self._lane.today, bucket))
+        op = self._team.sum_op(flat, label_of(flat, self._lane.current_step, bucket))
         try:
             return self._lane.follow(ByWorker(self._team, op, flat, f"bucket {bucket}", flat.nbytes, bucket))
         except MemoryError as error:
             raise RuntimeError(str(error)) from error
 
-    def run(self, flat: torch.Tensor, mark: int) -> None:
-        _advance(self._team, self._team.sum_op(flat, label_of(flat, mark, 0)))
+    def run(self, flat: torch.Tensor, tag: int) -> None:
+        _advance(self._team, self._team.sum_op(flat, label_of(flat, tag, 0)))
 
 
 def share_blocks(team: Team, kind: OpKind, flat: torch.Tensor, bounds: Bounds, label: bytes) -> None:
-    """On the lane's thread: what `kind` says, with the blocks between `bounds` of a tensor in the team's memory."""
+    """Do what `kind` says with the blocks between `bounds` of a tensor in the team's memory, on the lane's thread."""
     found = team.locate(flat)
     assert found is not None
     segment, offset = found
@@ -117,7 +120,14 @@ def _advance(team: Team, op: Op) -> None:
 
 def checked(recipe: Recipe, hosts: Hosts) -> Schedule:
     """The recipe's schedule for these hosts; an error in words if that is none, or does not add up."""
-    schedule, name = recipe.schedule(hosts), type(recipe).__name__
+    name = type(recipe).__name__
+    try:
+        schedule = recipe.schedule(hosts)
+    except Exception as error:
+        raise GradSyncError(
+            f"the algorithm {name} raised {type(error).__name__} in {name}.schedule({hosts}): {first_line(error)}; "
+            "correct its code, or name another algorithm in the plan"
+        ) from error
     if not isinstance(schedule, Schedule):
         raise TypeError(f"{name}.schedule must return a gradsync.algorithms.schedule.Schedule, got {schedule!r}")
     size = sum(map(len, hosts))
@@ -144,19 +154,24 @@ class MessageRoute:
         self._lane = lane
         schedule, rank = checked(recipe, lane.hosts), lane.groups.rank
         self.sent_share = schedule.share_sent_by(rank)
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}  # of GPUs
         self._program = lru_cache(maxsize=64)(lambda numel, itemsize: Program.compile(schedule, rank, numel, itemsize))
 
     def launch(self, flat: torch.Tensor, bucket: int) -> Pending:
-        mark = stamp(self._lane.today, bucket)
+        tag = stamp(self._lane.current_step, bucket)
         if flat.device.type != "cpu":
-            channel = self._lane.groups.data[flat.device.type]
-            program = self._program(flat.numel(), flat.element_size())
-            return OnStream(flat, lambda: run(program, flat, channel, mark), f"bucket {bucket}", flat.nbytes, bucket)
-        return self._lane.send(lambda: self.run(flat, mark), f"bucket {bucket}", flat.nbytes, bucket)
+            return self._lane.launch(lambda: self._run_on_stream(flat, tag), f"bucket {bucket}", flat.nbytes, bucket)
+        return self._lane.send(lambda: self.run(flat, tag), f"bucket {bucket}", flat.nbytes, bucket)
 
-    def run(self, flat: torch.Tensor, mark: int) -> None:
+    def run(self, flat: torch.Tensor, tag: int) -> None:
         program = self._program(flat.numel(), flat.element_size())
-        run(program, flat, self._lane.groups.data[MESSAGES], mark)
+        run(program, flat, self._lane.groups.gloo(MESSAGES), tag)
+
+    def _run_on_stream(self, flat: torch.Tensor, tag: int) -> StreamWork:
+        channel, program = self._lane.groups.data[flat.device.type], self._program(flat.numel(), flat.element_size())
+        if flat.device not in self._streams:
+            self._streams[flat.device] = torch.cuda.Stream(flat.device)
+        return run_on_stream(self._streams[flat.device], lambda: run(program, flat, channel, tag), flat)
 
 
 _LEAST_NBYTES, _MOST_NBYTES = 2 << 20, 8 << 20  # of a part
@@ -164,7 +179,7 @@ _NUM_PARTS = 3  # under way at a time
 
 
 class _Division(NamedTuple):
-    """For parts of one size: where each local rank's block begins and ends, and what crosses between hosts."""
+    """How parts of one size are divided: where each local rank's block lies, and what crosses between hosts."""
 
     bounds: Bounds
     program: Program
@@ -180,7 +195,7 @@ class _Part(NamedTuple):
 
 
 class HierarchicalRoute:
-    """Inside each host in shared memory, across by messages."""
+    """Sums inside each host in shared memory, and across by messages."""
 
     name = "hierarchical"
     sums_in_team_memory = True
@@ -205,10 +220,10 @@ class HierarchicalRoute:
         self._divide = lru_cache(maxsize=64)(divide)
 
     def launch(self, flat: torch.Tensor, bucket: int) -> Pending:
-        mark = stamp(self._lane.today, bucket)
-        return self._lane.send(lambda: self.run(flat, mark), f"bucket {bucket}", flat.nbytes, bucket)
+        tag = stamp(self._lane.current_step, bucket)
+        return self._lane.send(lambda: self.run(flat, tag), f"bucket {bucket}", flat.nbytes, bucket)
 
-    def run(self, flat: torch.Tensor, mark: int) -> None:
+    def run(self, flat: torch.Tensor, tag: int) -> None:
         if not flat.numel():
             return
         in_place = self._team.locate(flat) is not None
@@ -216,32 +231,32 @@ class HierarchicalRoute:
         under_way: deque[_Part] = deque()
         for number, given in enumerate(flat.split(each)):
             if len(under_way) == _NUM_PARTS:
-                self._finish(under_way.popleft(), mark)
+                self._finish(under_way.popleft(), tag)
             inside = given if in_place else self._copy_in(given, number)
-            under_way.append(self._begin(given, inside, mark))
+            under_way.append(self._begin(given, inside, tag))
         for part in under_way:
-            self._finish(part, mark)
+            self._finish(part, tag)
 
     def _copy_in(self, given: torch.Tensor, number: int) -> torch.Tensor:
         window = self._windows[number % _NUM_PARTS].view(given.dtype)[: given.numel()]
         return window.copy_(given)
 
-    def _begin(self, given: torch.Tensor, inside: torch.Tensor, mark: int) -> _Part:
+    def _begin(self, given: torch.Tensor, inside: torch.Tensor, tag: int) -> _Part:
         division = self._divide(given.numel(), given.element_size())
-        self._in_memory(OpKind.SCATTER, inside, division, mark)
-        channel = self._lane.groups.data[MESSAGES]
-        # Parts share the mark: they follow each other on the wire, and messages of one pair keep their order.
-        across = LaneTask(lambda: run(division.program, inside, channel, mark), "messages across hosts", 0, -1)
+        self._in_memory(OpKind.SCATTER, inside, division, tag)
+        channel = self._lane.groups.gloo(MESSAGES)
+        # Parts share the tag: they follow each other on the wire, and messages of one pair keep their order.
+        across = LaneTask(lambda: run(division.program, inside, channel, tag), "messages across hosts", 0, -1)
         self._wire.take(across)
         return _Part(given, inside, division, across)
 
-    def _finish(self, part: _Part, mark: int) -> None:
+    def _finish(self, part: _Part, tag: int) -> None:
         while not part.across.landed(_SLICE_S):
-            pass  # it ends: the channel's own timeout bounds it, and whoever gives up cuts the wires
+            pass  # it ends: the channel's own timeout bounds it, and whoever gives up cuts the connections
         part.across.settle()
-        self._in_memory(OpKind.GATHER, part.inside, part.division, mark)
+        self._in_memory(OpKind.GATHER, part.inside, part.division, tag)
         if part.inside is not part.given:
             part.given.copy_(part.inside)
 
-    def _in_memory(self, kind: OpKind, flat: torch.Tensor, division: _Division, mark: int) -> None:
-        share_blocks(self._team, kind, flat, division.bounds, label_of(flat, mark, kind))
+    def _in_memory(self, kind: OpKind, flat: torch.Tensor, division: _Division, tag: int) -> None:
+        share_blocks(self._team, kind, flat, division.bounds, label_of(flat, tag, kind))

@@ -50,7 +50,9 @@ import torch
 from torch.distributed import Work
 
 from gradsync.algorithms.schedule import Round, Schedule, chunk_bounds
+from gradsync.transport.gloo_channel import GlooChannel
 from gradsync.transport.groups import Channel
+from gradsync.transport.nccl_channel import NcclChannel
 
 PIECE_NBYTES = 1 << 20
 _ROUND_BITS, _BUCKET_BITS, _SYNC_BITS = 10, 11, 10  # 31 in all: a tag is a non-negative C int
@@ -146,7 +148,10 @@ def run(program: Program, flat: torch.Tensor, channel: Channel, stamp: int) -> N
     """
     _refuse_misfit(program, flat, channel)
     flat = flat.detach()
-    (_run_on_host if channel.on_host else _run_on_stream)(program, flat, channel, stamp)
+    if channel.on_host:
+        _run_on_host(program, flat, channel, stamp)
+    else:
+        _run_on_stream(program, flat, channel)
 
 
 def _refuse_misfit(program: Program, flat: torch.Tensor, channel: Channel) -> None:
@@ -164,7 +169,7 @@ def _refuse_misfit(program: Program, flat: torch.Tensor, channel: Channel) -> No
 # Running a step
 
 
-def _run_on_host(program: Program, flat: torch.Tensor, channel: Channel, stamp: int) -> None:
+def _run_on_host(program: Program, flat: torch.Tensor, channel: GlooChannel, stamp: int) -> None:
     scratch, spare = flat.new_empty(2, program.scratch_numel)
     posted: list[Work] = []
     sending = _Sending(program.steps[0], flat, channel, stamp) if program.steps else None
@@ -188,7 +193,7 @@ def _run_on_host(program: Program, flat: torch.Tensor, channel: Channel, stamp: 
 class _Sending:
     """The sends of one step, in order: launched as soon as what they read is there, see [Ahead]."""
 
-    def __init__(self, step: RoundPart, flat: torch.Tensor, channel: Channel, stamp: int) -> None:
+    def __init__(self, step: RoundPart, flat: torch.Tensor, channel: GlooChannel, stamp: int) -> None:
         self._step, self._flat, self._channel = step, flat, channel
         self._tag = _tag(stamp, step)
         self._works: list[Work] = []
@@ -205,29 +210,30 @@ class _Sending:
             self._works.append(self._channel.send(_raw(part), message.dst, self._tag))
 
     def wait(self, count: int) -> None:
-        """Until the first `count` are done."""
+        """Wait until the first `count` are done."""
         for work in self._works[self._num_waited : count]:
             work.wait()
         self._num_waited = max(self._num_waited, count)
 
 
-def _post(step: RoundPart, flat: torch.Tensor, scratch: torch.Tensor, channel: Channel, stamp: int) -> list[Work]:
+def _post(step: RoundPart, flat: torch.Tensor, scratch: torch.Tensor, channel: GlooChannel, stamp: int) -> list[Work]:
     return [channel.recv(_raw(_landing(a, flat, scratch)), a.message.src, _tag(stamp, step)) for a in step.arrivals]
 
 
-def _run_on_stream(program: Program, flat: torch.Tensor, channel: Channel, stamp: int) -> None:
+def _run_on_stream(program: Program, flat: torch.Tensor, channel: NcclChannel) -> None:
     """All of a round is one batch, and everything after it is after its sends too."""
     scratch = flat.new_empty(program.scratch_numel)
     for step in program.steps:
-        channel.batch(partial(_issue, step, flat, scratch, channel, stamp)).wait()
+        channel.batch(flat.device, partial(_issue, step, flat, scratch, channel))
         for arrival in step.arrivals:
             _put(arrival, flat, scratch)
 
 
-def _issue(step: RoundPart, flat: torch.Tensor, scratch: torch.Tensor, channel: Channel, stamp: int) -> None:
-    _post(step, flat, scratch, channel, stamp)
+def _issue(step: RoundPart, flat: torch.Tensor, scratch: torch.Tensor, channel: NcclChannel) -> None:
+    for a in step.arrivals:
+        channel.recv(_landing(a, flat, scratch), a.message.src)
     for m in step.sends:
-        channel.send(_raw(flat[m.start : m.stop]), m.dst, _tag(stamp, step))
+        channel.send(flat[m.start : m.stop], m.dst)
 
 
 def _tag(stamp: int, step: RoundPart) -> int:
@@ -235,7 +241,7 @@ def _tag(stamp: int, step: RoundPart) -> int:
 
 
 def _raw(part: torch.Tensor) -> torch.Tensor:
-    """Bytes: a backend need not know the type of what it carries."""
+    """A part as bytes: a backend need not know the type of what it carries."""
     return part.view(torch.uint8)
 
 
@@ -296,7 +302,7 @@ def _step(number: int, messages: list[Message], rank: int, shortest: int, before
 
 
 def _ready(sends: list[Message], before: tuple[Arrival, ...]) -> tuple[int, ...]:
-    """For each send, after how many of the arrivals before it may leave; one never leaves before an earlier one."""
+    """How many of the arrivals before it each send needs; one never leaves before an earlier one."""
     needs = (max((n for n, a in enumerate(before, 1) if a.message.meets(send)), default=0) for send in sends)
     return tuple(accumulate(needs, max))
 

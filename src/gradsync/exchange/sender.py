@@ -18,17 +18,17 @@ import torch.distributed as dist
 from gradsync.compress.param import Param
 from gradsync.compress.recipe import EXACT, Choice
 from gradsync.compress.rounds import BucketForm, CodedBucket, across, exact
-from gradsync.exchange.bucket_route import BucketRoute, RoutedBucket
+from gradsync.exchange.bucket_route import BucketRoute, RoutedBucket, codec_rounds
 from gradsync.exchange.choose_route import ExactSum
 from gradsync.exchange.flat import FlatBucket
 from gradsync.exchange.participants import AllRanks, Leaders, Participants, WithinHosts
-from gradsync.exchange.pinned import HOST, travel_device
+from gradsync.exchange.pinned import travel_device
 from gradsync.exchange.pipeline import PendingRounds, Pipeline
-from gradsync.exchange.residuals import Kept, begin, collect, place
+from gradsync.exchange.residuals import KeptState, begin, collect, place
 from gradsync.exchange.routes import SumRoute
 from gradsync.plan.sync_plan import Plan
 from gradsync.trace.tally import Tally
-from gradsync.transport.groups import is_on_host
+from gradsync.transport.groups import HOST, is_on_host
 from gradsync.transport.lane import Lane
 from gradsync.transport.pending import Pending, Promise
 
@@ -43,7 +43,7 @@ def audited(
     tally.audit(step, flat_bucket.flat, exact_sum)
 
 
-class Transit(NamedTuple):
+class GradientExchange(NamedTuple):
     """What gradients travel by."""
 
     lane: Lane
@@ -61,20 +61,19 @@ class Sender:
         exact: ExactSum,
         plan: Plan,
         device: torch.device,
-        timeout: float,
-        even_alone: bool = False,
+        on_one_rank: bool = False,
         pipeline: Pipeline | None = None,
     ) -> None:
         """Every rank of the group makes it at once.
 
-        `even_alone`: one rank alone compresses too (to measure it). `pipeline`: one that others use too, in turn.
+        `on_one_rank`: one rank alone compresses too (to measure it). `pipeline`: one that others use too, in turn.
         """
         self.tally = Tally()
         self.flat_buckets: list[FlatBucket] = []
-        self._waiting = Kept({}, {})  # what has no place now: of frozen parameters, or on one rank alone
+        self._waiting = KeptState({}, {})  # what has no place now: of frozen parameters, or on one rank alone
         self._lane = lane
         self._exact = exact
-        self._compress = plan.compress if lane.groups.size > 1 or even_alone else None
+        self._compress = plan.compress if lane.groups.size > 1 or on_one_rank else None
         self.goes_in_rounds = self._compress is not None
         self._audit_every = plan.audit_every
         self._routes: dict[int, BucketRoute] = {}
@@ -87,8 +86,8 @@ class Sender:
         self._pipeline = open_pipeline(lane, device) if pipeline is None else pipeline
         self._on_host = on_host
         if len(lane.hosts) > 1:
-            self._within_hosts = WithinHosts(lane, parent, device, on_host, timeout)
-            self._leaders = Leaders(lane, parent, travel_device(device, on_host).type, timeout)
+            self._within_hosts = WithinHosts(lane, parent, device, on_host)
+            self._leaders = Leaders(lane, parent, travel_device(device, on_host))
 
     def choose(self, param: Param) -> Choice:
         """How this parameter's gradient is to travel; the same on every rank."""
@@ -119,22 +118,22 @@ class Sender:
     def remove(self, flat_buckets: list[FlatBucket]) -> None:
         """These buckets travel no more; what was kept for them waits."""
         now, gone = collect(flat_buckets), {flat_bucket.index for flat_bucket in flat_buckets}
-        self._waiting = Kept(self._waiting.residuals | now.residuals, self._waiting.factors | now.factors)
+        self._waiting = KeptState(self._waiting.residuals | now.residuals, self._waiting.factors | now.factors)
         self.flat_buckets = [flat_bucket for flat_bucket in self.flat_buckets if flat_bucket.index not in gone]
         self._routes = {index: route for index, route in self._routes.items() if index not in gone}
         self._exact_routes, self._sums = {}, {}
 
-    def kept(self) -> Kept:
+    def kept(self) -> KeptState:
         """Copies of all that is kept between steps; before compression begins, what it will begin with."""
         compressed = [flat_bucket for flat_bucket in self.flat_buckets if self._encodes(flat_bucket.choice)]
         now = collect(compressed) if self._routes else begin(compressed)
-        return Kept(now.residuals | self._waiting.residuals, now.factors | self._waiting.factors)
+        return KeptState(now.residuals | self._waiting.residuals, now.factors | self._waiting.factors)
 
     def expect(self, flat_buckets: list[FlatBucket]) -> None:
         """Such buckets will be added: what compression begins with waits for them."""
         self._waiting = begin(flat_bucket for flat_bucket in flat_buckets if self._encodes(flat_bucket.choice))
 
-    def replace(self, kept: Kept) -> None:
+    def replace(self, kept: KeptState) -> None:
         """Forget these buckets and what is kept for them: the next ones begin with this instead."""
         self.flat_buckets, self._waiting = [], kept
         self._routes, self._exact_routes, self._sums = {}, {}, {}
@@ -188,7 +187,7 @@ class Sender:
         return self._route_in(flat_bucket, step).sent_nbytes
 
     def _route_in(self, flat_bucket: FlatBucket, step: int) -> BucketRoute:
-        """By its codec's rounds, or as it is while it is not compressed yet."""
+        """The bucket's route: by its codec's rounds, or exact while it is not compressed yet."""
         index = flat_bucket.index
         route = self._routes.get(index)
         if route is not None and step >= flat_bucket.choice.exact_steps:
@@ -212,25 +211,24 @@ class Sender:
         return not choice.across or self._leaders.rank >= 0
 
     def _route(self, flat_bucket: FlatBucket) -> BucketRoute:
-        codec, tally = flat_bucket.choice.codec, self.tally.codec(flat_bucket.choice.label)
-        assert codec is not None
+        tally, place = self.tally.codec(flat_bucket.choice.label), self._lane.place
         sent_from = travel_device(flat_bucket.flat.device, self._on_host)
         if not flat_bucket.choice.across:
             bucket = RoutedBucket(flat_bucket, self._everybody, sent_from)
-            return BucketRoute(flat_bucket, codec.rounds(bucket), self._everybody, tally)
+            return BucketRoute(flat_bucket, codec_rounds(flat_bucket, bucket, place), self._everybody, tally)
         self._within_hosts.open()
         self._leaders.open()
         bucket = RoutedBucket(flat_bucket, self._leaders, sent_from)
-        speaks = self._encodes(flat_bucket.choice)
-        inner: CodedBucket = bucket if speaks else BucketForm(bucket.params, self._leaders.size)
-        rounds = across(bucket, codec.rounds(inner), speaks)
+        encodes = self._encodes(flat_bucket.choice)
+        inner: CodedBucket = bucket if encodes else BucketForm(bucket.params, self._leaders.size)
+        rounds = across(bucket, codec_rounds(flat_bucket, inner, place), encodes)
         return BucketRoute(flat_bucket, rounds, self._leaders, tally, self._within_hosts)
 
 
 def _dated(rounds: PendingRounds, lane: Lane, step: int) -> PendingRounds:
     """These rounds, each belonging to the step in which the first began."""
     while True:
-        with lane.dated(step):
+        with lane.at_step(step):
             try:
                 pending = next(rounds)
             except StopIteration:
@@ -239,16 +237,16 @@ def _dated(rounds: PendingRounds, lane: Lane, step: int) -> PendingRounds:
 
 
 def open_pipeline(lane: Lane, device: torch.device) -> Pipeline:
-    """On gloo with a thread of its own."""
+    """A pipeline for this device; on gloo with a thread of its own."""
     return Pipeline(lane.hire() if lane.groups.data[device.type].on_host else None, device)
 
 
 def main_device(devices: Iterable[torch.device]) -> torch.device:
-    """Where the gradients are: a GPU if any is there."""
+    """The device where the gradients are: a GPU if any is there."""
     return next(iter(sorted(devices, key=lambda device: (device.type == "cpu", str(device)))), HOST)
 
 
 def travelling_devices(parent: dist.ProcessGroup, devices: Iterable[torch.device], plan: Plan) -> set[torch.device]:
-    """Where tensors are that travel: payloads made on a GPU go through host memory on gloo."""
+    """The devices of tensors that travel: payloads made on a GPU go through host memory on gloo."""
     staged = plan.compress is not None and any(is_on_host(parent, device.type) for device in devices)
     return {*devices, HOST} if staged else set(devices)

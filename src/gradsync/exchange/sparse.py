@@ -54,5 +54,5 @@ def _gather(lane: Lane, mine: torch.Tensor, longest: int, what: str) -> torch.Te
     padded[: len(mine)] = mine
     gathered = mine.new_empty(lane.groups.size, longest, *mine.shape[1:])
     channel = lane.groups.data[mine.device.type]
-    lane.run(lambda: channel.gather(gathered, padded), what, channel.on_host)
+    lane.run(lambda: channel.gather(gathered, padded), what)
     return gathered

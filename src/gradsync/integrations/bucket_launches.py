@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gradsync.engine.bucket import Entry
+from gradsync.engine.bucket import GradEntry
 from gradsync.trace.lines import BucketPlan
 
 OnLaunch = Callable[[int], None]
@@ -24,7 +24,7 @@ OnLaunch = Callable[[int], None]
 class BucketLaunches:
     """Counts the gradients of a step."""
 
-    def __init__(self, entries: Sequence[Entry], on_launch: OnLaunch) -> None:
+    def __init__(self, entries: Sequence[GradEntry], on_launch: OnLaunch) -> None:
         """`on_launch` is called with each bucket that leaves. DDP averages what is trained when it is made."""
         self.layout: list[BucketPlan] = []  # empty while it is not known
         self.settled = False  # DDP has laid its buckets out for good
@@ -63,7 +63,7 @@ class BucketLaunches:
     # Which parameters share one
 
     def read(self, said: Mapping[str, Any]) -> None:
-        """Between two steps: learn from what DDP logs."""
+        """Learn, between two steps, from what DDP logs."""
         if "rebuilt_per_bucket_param_indices" in said:
             members = [_numbers(bucket, " ") for bucket in said["rebuilt_per_bucket_param_indices"].split(",")]
             self.settled = True

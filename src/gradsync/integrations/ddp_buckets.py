@@ -21,10 +21,10 @@ import torch
 from torch._C._distributed_c10d import GradBucket
 
 from gradsync.compress.recipe import Choice
-from gradsync.engine.bucket import Entry
+from gradsync.engine.bucket import GradEntry
 from gradsync.errors import GradSyncError
 from gradsync.exchange.flat import Allocate, Choose, FlatBucket, Item, lay_out, make_flat_buckets, pack_items
-from gradsync.exchange.sender import Transit
+from gradsync.exchange.sender import GradientExchange
 from gradsync.integrations.hook_agreement import compare
 
 
@@ -96,7 +96,7 @@ Key = tuple[int, ...]  # the ids of a bucket's parameters, in order: the entries
 class DDPBuckets:
     """Finds what a bucket of DDP travels in, or makes it."""
 
-    def __init__(self, entries: list[Entry], opened: Transit) -> None:
+    def __init__(self, entries: list[GradEntry], opened: GradientExchange) -> None:
         self._lane, self._exact, self._sender = opened
         self._entries = {id(entry.param): entry for entry in entries}
         self._ddp_buckets: dict[Key, DDPBucket] = {}
@@ -126,7 +126,7 @@ class DDPBuckets:
         return ddp_bucket
 
     def forget(self) -> None:
-        """All are made anew when they come."""
+        """Forget all buckets: they are made anew when they come."""
         self._ddp_buckets = {}
 
     def _drop(self, params: set[int]) -> None:
@@ -148,7 +148,7 @@ class DDPBuckets:
             )
         return entry.name
 
-    def _placeholder(self, entry: Entry) -> FlatBucket:
+    def _placeholder(self, entry: GradEntry) -> FlatBucket:
         """A flat bucket of a parameter whose own is not known yet."""
         item = item_in_bucket(entry.name, entry.param)
         nothing = torch.empty(0, dtype=item.dtype, device=item.device)

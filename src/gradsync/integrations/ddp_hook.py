@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsync.engine.assemble import AttachDocuments, open_sender
+from gradsync.engine.assemble import AttachRequest, open_sender
 from gradsync.engine.parameters import Inventory, take_inventory
 from gradsync.integrations.ddp_state import DDPState
 from gradsync.plan.guard import Guard
@@ -57,8 +57,8 @@ def open_hook(plan: Plan, ddp: DistributedDataParallel, guard: Guard | None, alw
             raise
         # What was refused is not looked at again: this rank only tells the others.
         refusal, inventory, plan, guard = error, Inventory([], [], set()), Plan(), Guard()
-    documents = AttachDocuments(inventory.table(()), plan.canonical() | {"under": "DDP"}, refusal)
-    opened = open_sender(parent, plan, guard, inventory, documents, always)
+    request = AttachRequest(inventory.table(()), plan.canonical() | {"under": "DDP"}, refusal)
+    opened = open_sender(parent, plan, guard, inventory, request, always)
     return DDPState(plan, inventory.entries, opened, weakref.ref(ddp)), average_bucket
 
 

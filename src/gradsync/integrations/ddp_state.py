@@ -42,12 +42,12 @@ from gradsync.checkpoint.format import (
 )
 from gradsync.checkpoint.redistribute import changes, gather, receive
 from gradsync.compress import toml
-from gradsync.engine.bucket import Entry
+from gradsync.engine.bucket import GradEntry
 from gradsync.engine.hooks import in_backward, queue_callback
 from gradsync.errors import Disagreement, GradSyncError
 from gradsync.exchange.means import mean_scale
-from gradsync.exchange.residuals import Kept
-from gradsync.exchange.sender import Transit
+from gradsync.exchange.residuals import KeptState
+from gradsync.exchange.sender import GradientExchange
 from gradsync.integrations.ddp_buckets import DDPBucket, DDPBuckets
 from gradsync.integrations.hook_agreement import compare
 from gradsync.plan.sync_plan import Plan
@@ -76,7 +76,7 @@ class DDPState:
     """The state of a communication hook; made by `ddp_hook`."""
 
     def __init__(
-        self, plan: Plan, entries: list[Entry], opened: Transit, ddp: weakref.ref[DistributedDataParallel]
+        self, plan: Plan, entries: list[GradEntry], opened: GradientExchange, ddp: weakref.ref[DistributedDataParallel]
     ) -> None:
         self.plan = plan
         self._lane, _, self._sender = opened
@@ -188,7 +188,7 @@ class DDPState:
         taken, redistribution = receive(self._lane, state, self._shapes, keeps, self._failing)
         with self._failing():
             self._ddp_buckets.forget()
-            self._sender.replace(Kept(add_up(taken.parts.values()), taken.factors))
+            self._sender.replace(KeptState(add_up(taken.parts.values()), taken.factors))
             self._lane.session.continue_at(taken.shared.step)
         if self._lane.groups.rank == 0:  # all ranks see the same
             for change in changes(taken, redistribution, self._recipe):

@@ -75,7 +75,7 @@ class GradSyncStrategy(DDPStrategy):
         return module, optimizers, scheduler
 
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Without its optimizer: enough for exact averages in every step, and for a model that only predicts."""
+        """Attach a model without optimizer: enough for exact averages in every step, and for one that only predicts."""
         if any(parameter.requires_grad for parameter in module.parameters()):
             self._attach(module, [])
         return module

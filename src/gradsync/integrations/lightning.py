@@ -140,7 +140,7 @@ class GradSyncStrategy(StatefulStrategy):
 
 
 class _SyncBatchNorm(LayerSync):
-    """Lightning's has kernels for GPUs only."""
+    """Our own batch normalization: Lightning's has kernels for GPUs only."""
 
     def apply(self, model: torch.nn.Module) -> torch.nn.Module:
         return convert(model)

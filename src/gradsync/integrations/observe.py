@@ -24,9 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from gradsync.agreement.header import HEAD_NBYTES
-from gradsync.engine.bucket import Entry
+from gradsync.engine.bucket import GradEntry
 from gradsync.engine.jit_modules import parameters_of
-from gradsync.engine.trace_step import Tracing, accord, open_tracer, wanted
+from gradsync.engine.parameters import unseen
+from gradsync.engine.trace_step import Tracing, agree_on_trace, open_tracer, wanted
 from gradsync.engine.user_hooks import hook_on
 from gradsync.errors import GradSyncError, listed
 from gradsync.integrations.ddp_hook import ignored_by
@@ -90,23 +91,23 @@ def observe_all_or_none(ddp: DistributedDataParallel) -> None:
 
 
 def observe_together(
-    ddp: DistributedDataParallel, folder: Path | None, guard: Guard, entries: list[Entry], patience_s: float
+    ddp: DistributedDataParallel, folder: Path | None, guard: Guard, entries: list[GradEntry], patience_s: float
 ) -> Observer:
     """An observer that hears of the other ranks; raises if not all of them come."""
     parent = ddp.process_group
     what = repr([(entry.name, tuple(entry.param.shape)) for entry in entries])
     if missing := absent(parent, what, patience_s):
         raise NotTogether(missing, patience_s)
-    wires = connections()  # DDP's among them; what others have carries little
+    sockets = connections()  # DDP's among them; what others have carries little
     limit = guard.timeout if guard.timeout is not None else group_timeout(parent)
     lane = open_lane(parent, guard, min(limit, _MOST_S))  # its connections are more patient, as DDP's own are
     if len(lane.hosts) == 1:
         lane.open_team(HEAD_NBYTES + len(entries))  # for headers: to wake gloo's threads for them takes a millisecond
-    everywhere, run_id = accord(lane, folder)
+    everywhere, run_id = agree_on_trace(lane, folder)
     tracing = None
     if folder is not None:
         tracer = open_tracer(folder, lane, entries, None, "ddp", run_id)
-        tracing = Tracing(tracer, lane, everywhere, wires)
+        tracing = Tracing(tracer, lane, everywhere, sockets)
     observer = Observer(ddp, entries, guard, lane)  # last: from here on it is called
     if tracing is not None:
         tracer.stats = observer.stats
@@ -116,7 +117,7 @@ def observe_together(
 
 def _check_arguments(
     ddp: DistributedDataParallel, trace: str | os.PathLike[str] | None, guard: Guard | None
-) -> tuple[Path | None, Guard, list[Entry]]:
+) -> tuple[Path | None, Guard, list[GradEntry]]:
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(
             f"observe(ddp) takes a DistributedDataParallel, got {type(ddp).__name__}; wrap the model first, or use "
@@ -127,23 +128,20 @@ def _check_arguments(
     return wanted(trace), Guard() if guard is None else guard, _entries_of(ddp)
 
 
-def _entries_of(ddp: DistributedDataParallel) -> list[Entry]:
+def _entries_of(ddp: DistributedDataParallel) -> list[GradEntry]:
     """The parameters that DDP averages, in its order, each once; what others shard, or nobody has made, is left out."""
     seen = {id(tensor) for tensor in ignored_by(ddp)}
-    entries: list[Entry] = []
+    entries: list[GradEntry] = []
     for prefix, module in ddp.module.named_modules():
         sparse = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
         parameters = parameters_of(module)
-        for key, param in parameters.items():
-            if param is None or id(param) in seen:
-                continue
-            seen.add(id(param))
+        for key, param in unseen(parameters, seen):
             if is_lazy(param) or param.is_meta or type(param.data) is not torch.Tensor:
                 continue
             name = f"{prefix}.{key}" if prefix else key
             if (hook := hook_on(param)) is not None:
                 raise ValueError(f"parameter {name} is {_OBSERVED if hook.observes else _ATTACHED} first")
-            entries.append(Entry(len(entries), name.replace("_orig_mod.", ""), param, parameters, key, sparse))
+            entries.append(GradEntry(len(entries), name.replace("_orig_mod.", ""), param, parameters, key, sparse))
     if not entries:
         raise ValueError("there is nothing to observe: this DistributedDataParallel averages no parameter")
     return entries

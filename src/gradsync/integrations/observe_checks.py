@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from gradsync.agreement.header import Head, Headers, launch_header
 from gradsync.agreement.outcome import HealthLog, nonfinite
 from gradsync.drift.monitor import DriftMonitor
-from gradsync.engine.bucket import Entry
+from gradsync.engine.bucket import GradEntry
 from gradsync.integrations.hook_agreement import compare
 from gradsync.plan.guard import Guard
 from gradsync.transport.lane import Lane
@@ -41,7 +41,7 @@ def say(text: str) -> None:
 class ObserverChecks:
     """The headers under way, and what was found."""
 
-    def __init__(self, lane: Lane, entries: list[Entry], guard: Guard) -> None:
+    def __init__(self, lane: Lane, entries: list[GradEntry], guard: Guard) -> None:
         self.health_log = HealthLog(guard.max_skips)
         self._paused = False
         self.counts_nonfinite = guard.nonfinite != "allow"  # whether it wants to see every gradient
@@ -61,7 +61,7 @@ class ObserverChecks:
         self._paused = paused
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """This one steps the model: its state is compared too.
+        """This optimizer steps the model: its state is compared too.
 
         If it steps all of it: one that has only a part (of ZeroRedundancyOptimizer, say) may have another elsewhere.
         """
@@ -72,7 +72,7 @@ class ObserverChecks:
         if all(id(entry.param) in stepped for entry in self._entries if entry.param.requires_grad):
             self._optimizers.append(optimizer)
 
-    def count_nonfinite(self, entry: Entry, grad: torch.Tensor | None) -> None:
+    def count_nonfinite(self, entry: GradEntry, grad: torch.Tensor | None) -> None:
         """Count NaN and Inf in a gradient before it is averaged. Nobody waits for the answer here."""
         if grad is not None:
             values = grad.detach()._values() if grad.is_sparse else grad.detach()

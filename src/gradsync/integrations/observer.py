@@ -30,8 +30,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from gradsync.engine.bucket import Entry
-from gradsync.engine.hooks import Hooks, queue_callback, take_off, weakly
+from gradsync.engine.bucket import GradEntry
+from gradsync.engine.hooks import HookListener, Hooks, queue_callback, take_off, weakly
 from gradsync.engine.trace_step import Tracing
 from gradsync.errors import Disagreement
 from gradsync.integrations.bucket_launches import BucketLaunches
@@ -66,11 +66,11 @@ def _harmless(method: Callable[Concatenate[Observer, P], None]) -> Callable[Conc
     return call  # type: ignore[return-value]  # wrapped, it is one
 
 
-class Observer:
+class Observer(HookListener):
     """Made by `observe`; hears the hooks of a DDP model."""
 
-    def __init__(self, ddp: DistributedDataParallel, entries: list[Entry], guard: Guard, lane: Lane | None) -> None:
-        """Without a lane it knows nothing of other ranks, and tells only what the steps cost this one."""
+    def __init__(self, ddp: DistributedDataParallel, entries: list[GradEntry], guard: Guard, lane: Lane | None) -> None:
+        """An observer without a lane knows nothing of other ranks, and tells only what the steps cost this one."""
         self._ddp = weakref.ref(ddp)  # its hooks hold us
         self._lane = lane
         self._checks = None if lane is None else ObserverChecks(lane, entries, guard)
@@ -143,7 +143,7 @@ class Observer:
             self._follow_replaced()
         if self._tracing is not None:
             self._tracing.border()
-            self._tracing.forward_begins()
+            self._tracing.tracer.forward_begins()
 
     @_harmless
     def backward_begins(self) -> None:
@@ -155,11 +155,11 @@ class Observer:
         if ddp is not None and self._synchronizes:
             self._read_ddp(ddp)
         if self._tracing is not None:
-            self._tracing.backward_begins()
+            self._tracing.tracer.backward_begins()
         queue_callback(self._computed)
 
     @_harmless
-    def arrived(self, entry: Entry, param: torch.Tensor) -> None:
+    def arrived(self, entry: GradEntry, param: torch.Tensor) -> None:
         if not self._in_backward:
             self.backward_begins()
         self._fired = True
@@ -170,14 +170,6 @@ class Observer:
                 self._checks.count_nonfinite(entry, param.grad)
             self._launches.arrived(entry.index)
 
-    # Optimizers are heard of by hooks on all of them, `_before_step` and `_after_step`: these are not called.
-
-    def before_step(self, optimizer: Optimizer, closure: bool) -> None: ...
-
-    def closure_ran(self, optimizer: Optimizer) -> None: ...
-
-    def after_step(self, optimizer: Optimizer, closure: bool) -> None: ...
-
     @_harmless
     def _computed(self) -> None:
         """This rank has computed all of its gradients: see [Two callbacks]."""
@@ -185,7 +177,7 @@ class Observer:
         if not self._fired:  # torch.autograd.grad: no gradient was accumulated
             return
         if self._tracing is not None:
-            self._tracing.backward_ends()
+            self._tracing.tracer.backward_ends()
         if self._synchronizes:
             self._launches.finish()
             if not self._late:
@@ -223,21 +215,23 @@ class Observer:
             return 0
         return round(2 * (self._size - 1) / self._size * nbytes)
 
+    # Of optimizers by hooks on all of them
+
     @_harmless
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_ours(optimizer):
             if self._checks is not None:
                 self._checks.add_optimizer(optimizer)
             if self._tracing is not None:
-                self._tracing.optimizer_begins()
+                self._tracing.tracer.optimizer_begins()
 
     @_harmless
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._tracing is not None and self._is_ours(optimizer):
-            self._tracing.optimizer_ends()
+            self._tracing.tracer.optimizer_ends()
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
-        """Whether it steps this model; a group of parameters is of one model, so its first tells."""
+        """Whether an optimizer steps this model; a group of parameters is of one model, so its first tells."""
         return any(id(param) in self._indices for group in optimizer.param_groups for param in group["params"][:1])
 
     # What DDP is about to do

@@ -96,7 +96,7 @@ def read(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
 
 
 def _refuse_unreadable(file: Path) -> None:
-    """Now, and not after the restart that needs it. Mapped, so that tensors are not read."""
+    """Raise now, and not after the restart that needs the file. It is mapped, so that tensors are not read."""
     try:
         torch.load(file, weights_only=True, mmap=True)
     except Exception as error:

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from gradsync.engine.bucket import Entry
+from gradsync.engine.bucket import GradEntry
 from gradsync.engine.jit_modules import parameters_of
 
 _SHOWN = 3
 
 
-def follow_parameters(entries: Iterable[Entry], model: torch.nn.Module) -> list[Entry]:
+def follow_parameters(entries: Iterable[GradEntry], model: torch.nn.Module) -> list[GradEntry]:
     """Have the entries hold what the model holds now; returns those whose parameter was replaced.
 
     One that only moved (as parametrizations move it) is followed. Where nothing alike stands in its place, the entry
@@ -38,8 +38,8 @@ def follow_parameters(entries: Iterable[Entry], model: torch.nn.Module) -> list[
     return replaced
 
 
-def describe_replaced(replaced: list[Entry]) -> str:
-    """What that means, as a sentence."""
+def describe_replaced(replaced: list[GradEntry]) -> str:
+    """What replaced parameters mean, as a sentence."""
     names = [entry.name for entry in replaced]
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     what = "parameter" if len(names) == 1 else f"{len(names)} parameters"

@@ -84,7 +84,7 @@ class Code(NamedTuple):
 
 
 class BlockTable(NamedTuple):
-    """Where each block's elements and codes are.
+    """The places of each block's elements and codes.
 
     `rows` is an int32 tensor of one row per block, on the device of the flat tensor, with the columns
     START (its first element in the flat tensor), LENGTH, HEAD and BODY (where these begin in the payload, in bytes),

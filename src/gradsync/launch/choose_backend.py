@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from gradsync.transport.nccl_library import load_nccl
+
 
 def check_backend(backend: str) -> None:
     """Refuse a name that this build of torch does not have, before any rank waits for another.
@@ -59,8 +61,10 @@ def use_device(local_rank: int) -> str | None:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def default_backend(gpus: Sequence[str | None]) -> tuple[str, str | None]:
+def default_backend(gpus: Sequence[str | None], share_gpus: bool = False) -> tuple[str, str | None]:
     """The backend for ranks on these GPUs (UUIDs, by rank), and a sentence where it is not the fast one.
+
+    With `share_gpus` several ranks may use NCCL on one GPU.
 
     >>> default_backend([None, None])
     ('gloo', None)
@@ -70,16 +74,27 @@ def default_backend(gpus: Sequence[str | None]) -> tuple[str, str | None]:
     without = [rank for rank, gpu in enumerate(gpus) if gpu is None]
     if without:
         return "gloo", f"rank {without[0]} has no GPU and others have, so gloo serves all"
-    if (sharing := shared_gpu(gpus)) is not None:
+    if (sharing := shared_gpu(gpus)) is not None and not share_gpus:
         first, second = sharing
-        why = f"ranks {first} and {second} share a GPU, which NCCL cannot"
-        return "cpu:gloo,cuda:gloo", f"{why}, so gloo serves CUDA tensors through the host"
-    if not dist.is_nccl_available():
-        return (
-            "cpu:gloo,cuda:gloo",
-            "this build of torch has no NCCL, so gloo serves CUDA tensors through the host",
+        why = f"ranks {first} and {second} share a GPU, which NCCL cannot by itself"
+        return "cpu:gloo,cuda:gloo", (
+            f"{why}, so gloo serves CUDA tensors through the host; gs.init(share_gpus=True) or "
+            "GRADSYNC_SHARE_GPUS=1 lets NCCL do it, for tests"
         )
+    if (lack := nccl_lack()) is not None:
+        return "cpu:gloo,cuda:gloo", f"{lack}, so gloo serves CUDA tensors through the host"
     return "cpu:gloo,cuda:nccl", None
+
+
+def nccl_lack() -> str | None:
+    """Why NCCL cannot serve this rank; None if it can."""
+    if not dist.is_nccl_available():
+        return "this build of torch has no NCCL"
+    try:
+        load_nccl()
+    except ImportError as error:
+        return str(error)
+    return None
 
 
 def shared_gpu(gpus: Sequence[str | None]) -> tuple[int, int] | None:

@@ -214,7 +214,7 @@ def _slurm_master(env: Mapping[str, str]) -> str:
 
 
 def _refuse_batch_script(env: Mapping[str, str]) -> None:
-    """See Note [Step before job]."""
+    """Refuse a job of several tasks that runs without srun. See Note [Step before job]."""
     num_tasks, told = _announced_tasks(env)
     if num_tasks > 1:
         raise LaunchError(

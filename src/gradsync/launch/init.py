@@ -32,14 +32,20 @@ from gradsync.launch.interface import (
     network_identity,
 )
 from gradsync.launch.rendezvous import Rendezvous
-from gradsync.launch.roster import RankPlacement, RankRecord, announcement, refusal
+from gradsync.launch.roster import RankPlacement, RankRecord, announcement, refusal, shares_over_nccl
+from gradsync.launch.shared_gpus import NOTE, nccl_variables, nccl_version, own_host_id, sharing_allowed
 from gradsync.transport.host_meeting import declare_host, host_identity
 
 _TIMEOUT = timedelta(minutes=10)
 _IFNAME = "GLOO_SOCKET_IFNAME"
 
 
-def init(backend: str | None = None, timeout: float | timedelta | None = None, host: str | None = None) -> None:
+def init(
+    backend: str | None = None,
+    timeout: float | timedelta | None = None,
+    host: str | None = None,
+    share_gpus: bool | None = None,
+) -> None:
     """Make the default process group from torchrun's, SLURM's or MPI's environment, or adopt it.
 
     Without a launcher this is one rank: a group without any port, silent. With one, either all ranks
@@ -48,6 +54,8 @@ def init(backend: str | None = None, timeout: float | timedelta | None = None, h
     `backend` is `cpu:gloo,cuda:nccl` where every rank has a GPU of its own, else gloo. `timeout`
     (seconds, 10 minutes by default) bounds both the launch and the group's operations. `host` makes
     this process count as being on a host of that name, for the choice of algorithms and transports.
+    `share_gpus=True` (or GRADSYNC_SHARE_GPUS=1) lets NCCL serve several ranks on one GPU, for tests: through sockets,
+    since each counts as a host for NCCL.
 
     >>> init()
     >>> torch.distributed.get_world_size()
@@ -55,7 +63,7 @@ def init(backend: str | None = None, timeout: float | timedelta | None = None, h
     >>> init()  # again: adopts the group
     >>> torch.distributed.destroy_process_group()
     """
-    limit = _limit(timeout)
+    limit, share = _limit(timeout), sharing_allowed(share_gpus, os.environ)
     if backend is not None:
         check_backend(backend)
     if host is not None:
@@ -67,7 +75,7 @@ def init(backend: str | None = None, timeout: float | timedelta | None = None, h
     elif (task := read_task(os.environ, os.getppid())) is None:
         _start_alone(backend, limit)
     else:
-        _start_together(task, backend, limit)
+        _start_together(task, backend, limit, share)
 
 
 def _limit(timeout: float | timedelta | None) -> timedelta:
@@ -115,7 +123,7 @@ def _start_alone(backend: str | None, limit: timedelta) -> None:
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=limit)
 
 
-def _start_together(task: Task, backend: str | None, limit: timedelta) -> None:
+def _start_together(task: Task, backend: str | None, limit: timedelta, share_gpus: bool) -> None:
     rendezvous = Rendezvous(task, limit)
     me = RankRecord(
         hostname=socket.gethostname(),
@@ -123,6 +131,8 @@ def _start_together(task: Task, backend: str | None, limit: timedelta) -> None:
         network=network_identity(),
         towards_master=local_address(task.address),
         backend=backend,
+        share_gpus=share_gpus,
+        host_id=own_host_id(),
     )
     peers = [RankRecord(**record) for record in rendezvous.exchange("peer", me.record())]
     placement = _choose_placement(task, peers)
@@ -131,8 +141,14 @@ def _start_together(task: Task, backend: str | None, limit: timedelta) -> None:
         rendezvous.finish("placement")
         raise LaunchError(f"{place(task.rank, task.world_size)} {sentence}")
     _use(placement.endpoint)
-    fallback, note = default_backend([placement.gpu for placement in placements])
-    if backend is None and note is not None and task.rank == 0:
+    gpus = [placement.gpu for placement in placements]
+    fallback, note = default_backend(gpus, share_gpus)
+    if shares_over_nccl(peers, placements):
+        os.environ.update(nccl_variables(task.rank, gpus, placement.interface, os.environ))
+        note = NOTE
+    elif backend is not None:
+        note = None
+    if note is not None and task.rank == 0:
         _say(f"gradsync: {note}")
     line = announcement(task.rank, peers, placements, backend or fallback)
     if line is not None:
@@ -150,7 +166,7 @@ def _choose_placement(task: Task, peers: list[RankRecord]) -> RankPlacement:
         endpoint = _endpoint(task, peers)
     except ValueError as error:
         return RankPlacement(None, "127.0.0.1", gpu, problem=str(error))
-    return RankPlacement(endpoint.interface, endpoint.address, gpu, problem=None)
+    return RankPlacement(endpoint.interface, endpoint.address, gpu, None, nccl_version())
 
 
 def _endpoint(task: Task, peers: list[RankRecord]) -> Endpoint:

@@ -22,7 +22,7 @@ _MAX_ADDRESSES = 1024
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where gloo listens. `interface` is None where gloo goes by the host's name."""
+    """The interface on which gloo listens, and its address. `interface` is None where gloo goes by the host's name."""
 
     interface: str | None
     address: str
@@ -45,7 +45,7 @@ def is_loopback(address: str) -> bool:
 
 
 def network_identity() -> str:
-    """Equal in two processes iff loopback connects them: one kernel and one network namespace.
+    """A text that is equal in two processes iff loopback connects them: one kernel and one network namespace.
 
     A host declared with `init(host=...)` does not enter: it decides which transport is used, not where
     packets can go.

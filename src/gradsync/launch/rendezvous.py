@@ -58,7 +58,7 @@ class Rendezvous:
         self._task = task
         self._timeout = timeout
         self._clock = AwakeClock(timeout.total_seconds())
-        self._wires: frozenset[tuple[int, str]] = frozenset()
+        self._sockets: frozenset[tuple[int, str]] = frozenset()
         self._pids: dict[int, int] = {}  # of the ranks of this host; known when all have met
         self.store = self._bounded(self._join)
 
@@ -73,7 +73,7 @@ class Rendezvous:
 
     def close(self) -> None:
         """End this rank's connections to the store: who waits in it, in C, learns that all is over."""
-        cut(self._wires)
+        cut(self._sockets)
 
     def _join(self) -> Store:
         while True:
@@ -100,7 +100,7 @@ class Rendezvous:
             multi_tenant=hosting,
             master_listen_fd=_loopback_listener(task) if hosting else None,
         )
-        self._wires = connections() - before
+        self._sockets = connections() - before
         return store
 
     def _await_listener(self) -> None:
@@ -124,7 +124,7 @@ class Rendezvous:
             pause = min(2 * pause, _LAST_POLL_S)
 
     def _meet(self, store: Store) -> Store:
-        """See Note [Fresh keys]."""
+        """Meet under a challenge that rank 0 draws anew. See Note [Fresh keys]."""
         nonce, kernel = secrets.token_hex(8), kernel_identity()
         mine = [nonce, kernel, os.getpid()]
         if self._task.rank == 0:
@@ -146,7 +146,7 @@ class Rendezvous:
         raise self._absent((challenge and self._missing(fresh, "meet")) or [0])
 
     def _know(self, records: list[list[Any]], kernel: str) -> None:
-        """Whose end can be seen here: their numbers mean the same processes."""
+        """Note whose end can be seen here: their numbers mean the same processes."""
         self._pids = {rank: pid for rank, (_, theirs, pid) in enumerate(records) if theirs == kernel}
 
     def _gone(self) -> list[int]:
@@ -198,7 +198,7 @@ class Rendezvous:
         self._await_keys(store, keys, _FINISH_S - self._clock.left())
 
     def _await_keys(self, store: Store, keys: list[str], more_s: float = 0.0) -> bool:
-        """Whether they came within our bound, and so much more; False too when a rank of this host has ended."""
+        """Whether the keys came within our bound, and so much more; False too when a rank of this host has ended."""
         pause = _FIRST_POLL_S
         while not store.check(keys):
             if self._clock.left() + more_s <= 0 or self._gone():

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gradsync.launch.choose_backend import backends_by_device, shared_gpu
+from gradsync.launch.choose_backend import backends_by_device, default_backend, shared_gpu
 from gradsync.launch.interface import Endpoint
+from gradsync.launch.shared_gpus import ranks_that_share, sharing_refusal
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,10 @@ class RankRecord:
     towards_master: str | None
     backend: str | None
     """What the user asked for."""
+    share_gpus: bool = False
+    """Whether ranks may share a GPU over NCCL."""
+    host_id: str | None = None
+    """The one by which the user wants NCCL to know it."""
 
     @property
     def name(self) -> str:
@@ -42,6 +47,8 @@ class RankPlacement:
     address: str
     gpu: str | None
     problem: str | None
+    nccl: Sequence[int] | None = None
+    """The version of NCCL."""
 
     @property
     def endpoint(self) -> Endpoint:
@@ -56,7 +63,16 @@ def refusal(peers: Sequence[RankRecord], placements: Sequence[RankPlacement]) ->
     for rank, placement in enumerate(placements):
         if placement.problem is not None:
             return f"rank {rank} on host {peers[rank].name} cannot take part: {placement.problem}"
-    return _refuse_backends(peers, placements) or _refuse_loopback(peers, placements)
+    return (
+        _refuse_backends(peers, placements) or _refuse_sharing(peers, placements) or _refuse_loopback(peers, placements)
+    )
+
+
+def shares_over_nccl(peers: Sequence[RankRecord], placements: Sequence[RankPlacement]) -> bool:
+    """Whether there are ranks on one GPU that NCCL is to serve."""
+    gpus, allowed = [placement.gpu for placement in placements], peers[0].share_gpus
+    backend = peers[0].backend or default_backend(gpus, allowed)[0]
+    return allowed and bool(ranks_that_share(gpus)) and backends_by_device(backend).get("cuda") == "nccl"
 
 
 def _refuse_backends(peers: Sequence[RankRecord], placements: Sequence[RankPlacement]) -> str | None:
@@ -72,12 +88,28 @@ def _refuse_backends(peers: Sequence[RankRecord], placements: Sequence[RankPlace
         if placement.gpu is None:
             name = peers[rank].name
             return f"backend {asked!r} needs a GPU on every rank, and rank {rank} on host {name} has none"
-    if (sharing := shared_gpu([placement.gpu for placement in placements])) is not None:
+    sharing = shared_gpu([placement.gpu for placement in placements])
+    if sharing is not None and not peers[0].share_gpus:
         return (
             f"backend {asked!r} needs a GPU for every rank, and ranks {sharing[0]} and {sharing[1]} share "
-            f"{placements[sharing[0]].gpu}: start fewer ranks, or use backend='cpu:gloo,cuda:gloo'"
+            f"{placements[sharing[0]].gpu}: start fewer ranks, use backend='cpu:gloo,cuda:gloo', or, for tests, "
+            "gs.init(share_gpus=True)"
         )
     return None
+
+
+def _refuse_sharing(peers: Sequence[RankRecord], placements: Sequence[RankPlacement]) -> str | None:
+    allowed = peers[0].share_gpus
+    for rank, peer in enumerate(peers):
+        if peer.share_gpus != allowed:
+            return (
+                f"rank {0 if allowed else rank} lets ranks share a GPU over NCCL, rank {rank if allowed else 0} does "
+                "not: give all the same share_gpus, or set GRADSYNC_SHARE_GPUS on every host"
+            )
+    if not shares_over_nccl(peers, placements):
+        return None
+    gpus, versions = ([placement.gpu for placement in placements], [placement.nccl for placement in placements])
+    return sharing_refusal(gpus, [peer.host_id for peer in peers], versions)
 
 
 def _refuse_loopback(peers: Sequence[RankRecord], placements: Sequence[RankPlacement]) -> str | None:

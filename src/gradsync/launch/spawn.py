@@ -14,12 +14,13 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import pickle
 import signal
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import resource_tracker
@@ -27,7 +28,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from pickle import PicklingError
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from gradsync.errors import GradSyncError
+from gradsync.launch.shared_gpus import check_nccl_ranks, take_gpu
 from gradsync.transport.awake_clock import AwakeClock
 
 _HOLD_S = 1.0  # a rank that failed lives on this long, so that peers can read what it sent before
@@ -60,15 +61,24 @@ class RankPool:
     """A set of processes, started once, that run functions as ranks of a fresh group.
 
     Use it as a context manager; after a failure the processes of that run are replaced. `context` says how processes
-    start: each on its own, unless told otherwise. Those of a fork server have its environment, not this process's.
+    start: each on its own, unless told otherwise. Those of a fork server have its environment, not this process's;
+    `env` is added to it. With `nccl` each rank has a GPU, in turn, and NCCL serves it, also where ranks share one.
     """
 
     def __init__(
-        self, ranks: int, threads: int | None = None, context: SpawnContext | ForkServerContext | None = None
+        self,
+        ranks: int,
+        threads: int | None = None,
+        context: SpawnContext | ForkServerContext | None = None,
+        nccl: bool = False,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         if ranks < 1:
             raise ValueError(f"a pool needs at least 1 rank, got {ranks}")
+        if nccl:
+            check_nccl_ranks(ranks)
         self.ranks = ranks
+        self._nccl, self._env = nccl, dict(env or {})
         self._threads = threads
         self._context = context or multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="gradsync-ranks-")
@@ -96,7 +106,7 @@ class RankPool:
         threads = self._threads or max(1, (os.cpu_count() or 1) // world_size)
         workers = [self._worker(rank) for rank in range(world_size)]
         for rank, worker in enumerate(workers):
-            worker.send((fn, args, rank, world_size, store, threads))
+            worker.send((fn, args, rank, world_size, store, threads, self._nccl, self._env))
         return self._collect(workers, timeout)
 
     def pids(self) -> list[int]:
@@ -157,13 +167,14 @@ class RankPool:
         return [outcomes[rank] for rank in range(len(workers))]
 
 
-def spawn(fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60) -> list[Any]:
+def spawn(fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60, nccl: bool = False) -> list[Any]:
     """Run `fn(*args)` on `ranks` new processes of this machine; return each rank's value.
 
     The group exists when `fn` starts: `torch.distributed.get_rank()` tells the rank, `gs.init()` adopts it. Each
-    process gets cores / ranks threads. Tensors in `args` are one memory for all ranks and this process: a rank that
-    writes to one clones it before. If a rank fails, `RankFailed` shows every rank's traceback; after `timeout` seconds
-    all are ended, and it shows where each was.
+    process gets cores / ranks threads. What is in `args` is each rank's own, tensors too: it may write to them. If a
+    rank fails, `RankFailed` shows every rank's traceback; after `timeout` seconds all are ended, and it shows where
+    each was. `nccl=True` gives each a GPU, in turn, over NCCL: where ranks share one it shows what NCCL does, not how
+    fast NVLink is.
     """
     if not callable(fn):
         raise TypeError(f"spawn takes a function, got {fn!r}")
@@ -171,7 +182,7 @@ def spawn(fn: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60) -
         raise ValueError(f"ranks must be a whole number of at least 1, got {ranks!r}")
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < 1e9:
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
-    with RankPool(ranks) as pool:
+    with RankPool(ranks, nccl=nccl) as pool:
         return pool.run(fn, *args, timeout=timeout)
 
 
@@ -197,10 +208,10 @@ class _Worker:
         return self._process.is_alive()
 
     def send(self, job: tuple[Any, ...]) -> None:
-        """Have it run; a thread sends the job and receives the answer, as a pipe makes both wait for the other end."""
+        """Run a job; a thread sends it and receives the answer, as a pipe makes both wait for the other end."""
         try:
-            content = ForkingPickler.dumps(job)
-        except (AttributeError, TypeError, PicklingError) as error:
+            content = _ByValue.dumps(job, pickle.HIGHEST_PROTOCOL)
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
             raise ValueError(
                 f"{job[0]!r} cannot reach the ranks ({error}): define it at the top of a module, "
                 "since every rank is a new process that imports it"
@@ -212,7 +223,7 @@ class _Worker:
         return [self._job_thread.over, self._process.sentinel]
 
     def outcome(self) -> RankOutcome:
-        """How it ended: by what it said last, or by its exit code."""
+        """How the process ended: by what it said last, or by its exit code."""
         assert self._job_thread is not None
         if (answer := self._job_thread.answer()) is not None:
             return answer
@@ -248,6 +259,22 @@ class _Worker:
         self._connection.close()
 
 
+class _ByValue(ForkingPickler):
+    """Tensors as what they hold: torch's own way is one memory for all processes. What shares a storage still does."""
+
+    def reducer_override(self, value: object) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if isinstance(value, torch.UntypedStorage):
+            held = torch.empty(0, dtype=torch.uint8, device=value.device).set_(value)
+            return _storage_of, (held.numpy(force=True), value.device)
+        return NotImplemented
+
+
+def _storage_of(held: Any, device: torch.device) -> torch.UntypedStorage:
+    return torch.from_numpy(held).clone().to(device).untyped_storage()
+
+
 class _JobThread:
     """A job on its way to a process, and the answer on its way back."""
 
@@ -258,7 +285,7 @@ class _JobThread:
         self._thread.start()
 
     def answer(self) -> RankOutcome | None:
-        """None if there is none, as the process has ended. Not waited for for ever: its children may hold the pipe."""
+        """The answer; None if the process ended without. Not waited for for ever: its children may hold the pipe."""
         self._thread.join(_ANSWER_S)
         self.over.close()
         return self._answer
@@ -326,9 +353,17 @@ def _end_with_parent() -> None:
 
 
 def _run(
-    fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, store: str, threads: int
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    world_size: int,
+    store: str,
+    threads: int,
+    nccl: bool,
+    env: dict[str, str],
 ) -> tuple[bool, Any, str]:
     torch.set_num_threads(threads)
+    os.environ.update(env)
     try:
         if dist.is_initialized():
             where = "the script" if fn.__module__ == "__mp_main__" else fn.__module__
@@ -336,8 +371,10 @@ def _run(
                 f"{where} made a process group when this rank imported it, and spawn makes one: keep gs.init() and "
                 'what follows it below `if __name__ == "__main__":`, or in a function'
             )
+        if nccl:
+            take_gpu(rank, world_size)
         dist.init_process_group(
-            "cpu:gloo,cuda:gloo" if torch.cuda.is_available() else "gloo",
+            f"cpu:gloo,cuda:{'nccl' if nccl else 'gloo'}" if torch.cuda.is_available() else "gloo",
             store=FileStore(store, world_size),
             rank=rank,
             world_size=world_size,

@@ -43,7 +43,7 @@ class BufferBroadcast(Protocol):
 
 
 class DriftCheck(Protocol):
-    """Over the replicas, for paces that keep them equal: what a header says of this one, and what is heard."""
+    """A check of replicas, for paces that keep them equal: what a header says of this one, and what is heard."""
 
     def announce(self) -> tuple[bytes, float]: ...
     def take(self, step: int) -> None: ...
@@ -162,7 +162,7 @@ class Pace(ABC):
         return f"bucket {bucket}"
 
     def stats(self) -> Stats:
-        """What it measured."""
+        """What the pace measured."""
         return {}
 
     @property
@@ -233,7 +233,7 @@ class Due:
         self._missing = set(self._all)
 
     def clear(self) -> None:
-        """It was done."""
+        """What was due is done."""
         self._missing = None
 
     def waits_for(self, optimizer: Optimizer) -> bool:

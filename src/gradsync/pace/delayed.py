@@ -61,7 +61,7 @@ class LossScale:
         return 1.0 if self._scaler is None else float(self._scaler.get_scale())
 
     def check_caller(self, lane: Lane) -> None:
-        """Inside of an `optimizer.step()` that applies gradients: ours must be the scaler that calls it."""
+        """Raise if the `optimizer.step()` that applies gradients comes past our scaler, or from another one."""
         caller = _calling_scaler()
         if caller is None and self.in_use:
             raise GradSyncError(
@@ -247,7 +247,7 @@ class DelayedPace(Pace):
         return any(average.used)
 
     def _deliver_again(self) -> None:
-        """The loop has perhaps thrown it away, with what was left of the backward that raised."""
+        """Deliver the average again, which the loop has perhaps thrown away with what the backward that raised left."""
         for param, grad in zip(self._params, self._delivered, strict=True):
             param.grad = grad
 

@@ -65,12 +65,11 @@ class DiLoCoPace(AfterStep):
         return sorted(due, key=lambda each: each.launched_at or 0)
 
     def _to_launch(self) -> list[Fragment]:
-        k, apart = self._pace.k, self._pace.k // self._pace.fragments
-        return [each for f, each in enumerate(self._fragments) if self._clock % k == (f + 1) * apart % k]
+        k, spacing = self._pace.k, self._pace.k // self._pace.fragments
+        return [each for f, each in enumerate(self._fragments) if self._clock % k == (f + 1) * spacing % k]
 
     def _act(self) -> None:
         """Do what is due."""
-        self._due.clear()
         for fragment in self._to_merge():
             fragment.merge(self._clock, self._pace.mixing)
         for fragment in self._to_launch():

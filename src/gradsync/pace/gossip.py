@@ -53,7 +53,8 @@ from gradsync.pace.averages import finish_mean, first_nonfinite, launch_mean
 from gradsync.pace.contract import PaceContext, SavedPace, Stats, numbers_in_state
 from gradsync.plan import paces
 from gradsync.plan.paces import Topology
-from gradsync.transport.groups import Channel
+from gradsync.transport.gloo_channel import GlooChannel
+from gradsync.transport.groups import HOST
 from gradsync.transport.heartbeat import Phase
 from gradsync.transport.lane import Lane
 
@@ -66,7 +67,7 @@ class Neighbours(NamedTuple):
 
     @property
     def peers(self) -> list[int]:
-        """Both, once each: of two ranks the other is both."""
+        """Both neighbours, once each: of two ranks the other is both."""
         return sorted(set(self))
 
 
@@ -94,7 +95,9 @@ def num_strides(size: int) -> int:
 HANDSHAKE_TAG = 0
 
 
-def handshake(lane: Lane, channel: Channel, peers: Sequence[int], mine: Head, names: Sequence[str]) -> dict[int, Head]:
+def handshake(
+    lane: Lane, channel: GlooChannel, peers: Sequence[int], mine: Head, names: Sequence[str]
+) -> dict[int, Head]:
     """Tell these members of the group where we are, and return where they are: in the same, or this raises.
 
     `names` are the parameters', for a head that tells of a NaN in one of them.
@@ -146,7 +149,7 @@ _PAYLOAD_TAG = HANDSHAKE_TAG + 1
 class GossipPace(AfterStep):
     """`gossip(topology)` at work."""
 
-    def __init__(self, pace: paces.Gossip, context: PaceContext, parent: dist.ProcessGroup, timeout: float) -> None:
+    def __init__(self, pace: paces.Gossip, context: PaceContext, parent: dist.ProcessGroup) -> None:
         """Every rank makes it at once, with equal parameters."""
         groups = context.lane.groups
         self._pace = pace
@@ -154,8 +157,8 @@ class GossipPace(AfterStep):
         self._params = self._trained.params
         self._alone = groups.size == 1
         # Gloo, on whatever the parameters' own group is: messages go through host memory.
-        groups.add_part(parent, _CHANNEL, list(range(groups.size)), "cpu", timeout)
-        self._channel = groups.data[_CHANNEL]
+        groups.add_part(parent, _CHANNEL, list(range(groups.size)), HOST)
+        self._channel = groups.gloo(_CHANNEL)
         self._flat_set = context.flat_set(self._trained.named)
         self._flat_part = self._flat_set.flat_parts[0]
         self._round = 0
@@ -279,7 +282,7 @@ class GossipPace(AfterStep):
         }
 
     def state(self) -> SavedPace:
-        """This rank's own, for it belongs to this rank's own parameters."""
+        """What this rank alone stores, for it belongs to this rank's own parameters."""
         due, apart = int(bool(self._due)), int(self._diverged)
         own = numbers_in_state("gossip", clock=self._clock, round=self._round, due=due, apart=apart)
         return SavedPace({}, own | {"gossip.weight": torch.tensor(self._weight, dtype=torch.float64, device="cpu")})

@@ -32,7 +32,7 @@ from gradsync.plan.paces import LocalSGD
 
 
 def average_optimizers(context: PaceContext) -> None:
-    """Every rank calls this at once."""
+    """Average the optimizers' state; every rank calls this at once."""
     tensors = _tensors(context)
     mine = [[*key, list(tensor.shape), str(tensor.dtype)] for key, tensor in tensors.items()]
     everyones = [{str(form) for form in document["state"]} for document in share(context.lane, {"state": mine})]

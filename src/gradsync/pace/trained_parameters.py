@@ -38,7 +38,7 @@ class TrainedParameters:
         level(self._context.lane, self._context.exact, self.params)
 
     def warn_of_another(self, kind: str, shared: State) -> None:
-        """This state is of such a pace, but not of these parameters. That it is of another pace, the engine says."""
+        """Warn of a state of such a pace, but of other parameters. Of a state of another pace, the engine warns."""
         if any(key.startswith(f"{kind}.") for key in shared) and self._lane.groups.rank == 0:
             warnings.warn(
                 f"{self._lane.place()} this state was saved with other parameters frozen: {kind} begins anew, from the "

@@ -109,7 +109,7 @@ class WindowPace(Pace):
 
 
 class LearningRates:
-    """Looks at them between the micro-batches of a window."""
+    """Looks at the learning rates between the micro-batches of a window."""
 
     def __init__(self, lane: Lane, optimizers: Sequence[Optimizer], k: int) -> None:
         self._lane = lane

@@ -53,7 +53,7 @@ def auto(
     recheck_every: int = 200,
     save: str | Path | None = None,
 ) -> Auto:
-    """In the place of a plan: probe the links, time the first steps, choose a plan, say why, and switch to it.
+    """Take the place of a plan: probe the links, time the first steps, choose a plan, say why, and switch to it.
 
     Args:
         allow: What may be chosen: "exact", "16-bit" (that, and gradients in bf16), or "lossy" (also int8, int4, sign,

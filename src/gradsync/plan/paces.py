@@ -13,12 +13,12 @@ StalenessScale = Literal["1/staleness"]
 
 @dataclass(frozen=True)
 class EveryStep:
-    """See `every_step`."""
+    """The pace that `every_step()` makes."""
 
 
 @dataclass(frozen=True)
 class Accumulate:
-    """See `accumulate`."""
+    """The pace that `accumulate()` makes, its arguments checked."""
 
     k: int
     backwards: int = 1
@@ -29,7 +29,7 @@ class Accumulate:
 
 @dataclass(frozen=True)
 class LocalSGD:
-    """See `local_sgd`."""
+    """The pace that `local_sgd()` makes, its arguments checked."""
 
     k: int
     warmup: int = 0
@@ -43,7 +43,7 @@ class LocalSGD:
 
 @dataclass(frozen=True)
 class Nesterov:
-    """See `nesterov`."""
+    """The outer optimizer that `nesterov()` makes, its arguments checked."""
 
     lr: float = 0.7
     momentum: float = 0.9
@@ -58,7 +58,7 @@ class Nesterov:
 
 @dataclass(frozen=True)
 class DiLoCo:
-    """See `diloco`."""
+    """The pace that `diloco()` makes, its arguments checked."""
 
     k: int
     outer: Nesterov = field(default_factory=Nesterov)
@@ -87,7 +87,7 @@ class DiLoCo:
 
 @dataclass(frozen=True)
 class Delayed:
-    """See `delayed`."""
+    """The pace that `delayed()` makes, its argument checked."""
 
     k: int = 1
 
@@ -97,7 +97,7 @@ class Delayed:
 
 @dataclass(frozen=True)
 class AsyncSGD:
-    """See `async_sgd`."""
+    """The pace that `async_sgd()` makes, its arguments checked."""
 
     max_staleness: int | None = None
     compensate: float | None = None
@@ -118,7 +118,7 @@ class AsyncSGD:
 
 @dataclass(frozen=True)
 class Gossip:
-    """See `gossip`."""
+    """The pace that `gossip()` makes, its arguments checked."""
 
     topology: Topology = "ring"
     every: int = 1
@@ -135,7 +135,7 @@ class OwnPace(Protocol):
 
     @property
     def steps(self) -> int:
-        """From one exchange of parameters to the next: what a planner spreads its price over."""
+        """The steps from one exchange of parameters to the next, over which a planner spreads its price."""
 
     def open(self, context: Any) -> Any:
         """The pace at work, a `pace.contract.Pace`, in a `pace.contract.PaceContext`; every rank calls this at once."""
@@ -228,7 +228,7 @@ def delayed(k: int = 1) -> Delayed:
 def async_sgd(
     max_staleness: int | None, compensate: float | None = None, scale: StalenessScale | None = None
 ) -> AsyncSGD:
-    """AsyncWorker SGD: parameters live sharded over the ranks; each rank pushes gradients and pulls parameters.
+    """Asynchronous SGD: parameters live sharded over the ranks; each rank pushes gradients and pulls parameters.
 
     `max_staleness` bounds the distance of clocks: a rank that is more than so many steps ahead of the slowest waits; 0
     equals synchronous SGD, None never waits. How many updates of others a gradient then misses at most follows from it:
@@ -266,7 +266,7 @@ def canonical(pace: Pace) -> dict[str, Any]:
 
 
 def kind_of(pace: Pace) -> str:
-    """Its name in a file; of one from outside, the name of its class."""
+    """The name of a pace in a file; of one from outside, the name of its class."""
     return next((name for name, cls in KINDS.items() if isinstance(pace, cls)), type(pace).__name__)
 
 

@@ -85,10 +85,10 @@ class Collectives:
             seconds = 2 * memory.latency_s + 2 * nbytes / memory.bandwidth_at(nbytes) + cluster.device.call_s
             return CollectiveCost(seconds, 0.0, memory.load)
         if isinstance(algorithm, Native) and cluster.backend == "nccl":
-            seconds = nccl.all_reduce_s(
+            costs = nccl.all_reduce_costs(
                 nbytes, m, self.per_host, cluster.inside, cluster.across, cluster.shared_nic, self._generation
-            ).seconds
-            return CollectiveCost(seconds, ring_nbytes, self._load())
+            )
+            return CollectiveCost(min(costs).seconds, ring_nbytes, self._load())
         if isinstance(algorithm, Hierarchical):
             if cluster.memory is not None:
                 cluster = replace(cluster, inside=cluster.memory)
@@ -99,7 +99,7 @@ class Collectives:
         return self._scheduled(algorithm, nbytes)
 
     def _scheduled(self, algorithm: Recipe, nbytes: float) -> CollectiveCost:
-        """One that we run round by round, with Python in each."""
+        """An all-reduce that we run round by round, with Python in each."""
         n = self.size
         if n <= _MOST_RANKS_TO_WALK or not isinstance(algorithm, Ring | Tree | HalvingDoubling):
             schedule = algorithm.schedule(self.cluster.hosts)

@@ -53,12 +53,12 @@ class Machine(NamedTuple):
 
 
 def matrix(name: str, *shape: int) -> WeightCost:
-    """One that every token is multiplied by, element by element once."""
+    """A weight that every token is multiplied by, element by element once."""
     return WeightCost(name, shape, math.prod(shape))
 
 
 def vector(name: str, *shape: int) -> WeightCost:
-    """One that is added or looked up: next to the matrices, no work."""
+    """A weight that is added or looked up: next to the matrices, no work."""
     return WeightCost(name, shape, 0.0)
 
 

@@ -148,7 +148,7 @@ def _turned(name: str, into: int, out: int) -> Iterator[WeightCost]:
 
 
 def _convolution(name: str, out: int, into: int, kernel: int, side: int) -> Iterator[WeightCost]:
-    """Without bias; `side` is that of the image that comes out."""
+    """A convolution without bias; `side` is that of the image that comes out."""
     yield WeightCost(f"{name}.weight", (out, into, kernel, kernel), float(out * into * kernel**2 * side**2))
 
 

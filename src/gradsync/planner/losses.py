@@ -22,7 +22,7 @@ CLOSE = 0.01  # of the loss: nobody would call that worse
 
 
 class Loss(NamedTuple):
-    """By which share the loss was higher than that of exact averaging; None: not measured with that optimizer."""
+    """The share by which the loss was higher than that of exact averaging; None: not measured with that optimizer."""
 
     adamw: float
     sgd: float | None

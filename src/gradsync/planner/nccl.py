@@ -112,28 +112,6 @@ def generation_of(device: str) -> Generation:
     return "ampere"
 
 
-def all_reduce_s(
-    nbytes: float,
-    num_hosts: int,
-    per_host: int,
-    inside: Link,
-    across: Link,
-    shared_nic: bool = True,
-    generation: Generation = "ampere",
-) -> NcclCost:
-    """The cheapest way, which is the one that NCCL takes.
-
-    >>> nvlink3, ethernet = Link(2e-6, 230e9), Link(2e-6, 11e9)
-    >>> cost = all_reduce_s(2e9, 1, 8, nvlink3, ethernet)
-    >>> round(cost.seconds * 1e3, 1), cost.algorithm, cost.protocol
-    (15.3, 'ring', 'Simple')
-    >>> cost = all_reduce_s(2e9, 2, 8, nvlink3, ethernet)
-    >>> round(cost.seconds * 1e3, 1), cost.algorithm, cost.protocol
-    (197.7, 'tree', 'Simple')
-    """
-    return min(all_reduce_costs(nbytes, num_hosts, per_host, inside, across, shared_nic, generation))
-
-
 def all_reduce_costs(
     nbytes: float,
     num_hosts: int,
@@ -143,9 +121,15 @@ def all_reduce_costs(
     shared_nic: bool = True,
     generation: Generation = "ampere",
 ) -> list[NcclCost]:
-    """Every way that NCCL has there; see `all_reduce_s`.
+    """Every way that NCCL has there; it takes the cheapest. One rank alone sends nothing, in no time.
 
-    One rank alone sends nothing, in no time.
+    >>> nvlink3, ethernet = Link(2e-6, 230e9), Link(2e-6, 11e9)
+    >>> cost = min(all_reduce_costs(2e9, 1, 8, nvlink3, ethernet))
+    >>> round(cost.seconds * 1e3, 1), cost.algorithm, cost.protocol
+    (15.3, 'ring', 'Simple')
+    >>> cost = min(all_reduce_costs(2e9, 2, 8, nvlink3, ethernet))
+    >>> round(cost.seconds * 1e3, 1), cost.algorithm, cost.protocol
+    (197.7, 'tree', 'Simple')
     """
     _check(nbytes, num_hosts, per_host, generation)
     if num_hosts * per_host == 1:
@@ -162,8 +146,8 @@ def all_reduce_costs(
         if nbytes > 0:
             nic = across.bandwidth * (1 if shared_nic else per_host)
             ring_share = caps.ring_share if nvlink and per_host > 1 else 1.0
-            wires = _Wires(num_hosts, per_host, inside.bandwidth / 1e9, nic / 1e9, ring_share)
-            seconds = nbytes / (1e9 * _algorithm_bandwidth(algorithm, protocol, nbytes, wires, caps))
+            links = _Links(num_hosts, per_host, inside.bandwidth / 1e9, nic / 1e9, ring_share)
+            seconds = nbytes / (1e9 * _algorithm_bandwidth(algorithm, protocol, nbytes, links, caps))
         costs.append(NcclCost(lat_us * 1e-6 + seconds, algorithm, protocol))
     return costs
 
@@ -194,7 +178,7 @@ def latency_us(
     return base + intra + 2 * levels * inter
 
 
-class _Wires(NamedTuple):
+class _Links(NamedTuple):
     num_hosts: int
     per_host: int
     inside: float  # GB/s, as NCCL counts
@@ -213,23 +197,23 @@ def _algorithms(num_hosts: int, per_host: int, nvlink: bool, caps: Caps) -> Iter
         yield ("NVLS" if num_hosts == 1 else "NVLSTree"), "Simple"
 
 
-def _algorithm_bandwidth(algorithm: Name, protocol: Protocol, nbytes: float, wires: _Wires, caps: Caps) -> float:
+def _algorithm_bandwidth(algorithm: Name, protocol: Protocol, nbytes: float, links: _Links, caps: Caps) -> float:
     """GB/s of the caller's bytes."""
-    column = min(wires.num_hosts, 3) - 1
-    n, hosts = wires.num_hosts * wires.per_host, wires.num_hosts
-    near = wires.inside if wires.per_host > 1 else math.inf
+    column = min(links.num_hosts, 3) - 1
+    n, hosts = links.num_hosts * links.per_host, links.num_hosts
+    near = links.inside if links.per_host > 1 else math.inf
     if algorithm in ("NVLS", "NVLSTree"):
-        far = wires.nic / (2 * (hosts - 1) / hosts) if hosts > 1 else math.inf
+        far = links.nic / (2 * (hosts - 1) / hosts) if hosts > 1 else math.inf
         cap = caps.channels * caps.nvls_tree[column] if hosts > 1 else math.inf
         return min(min(near, cap) * n / (2 * (n - 1)), far)
-    near *= wires.ring_share
+    near *= links.ring_share
     if algorithm == "ring":
-        return _ring_bus(protocol, min(near, wires.nic) if hosts > 1 else near, column, caps) * n / (2 * (n - 1))
+        return _ring_bus(protocol, min(near, links.nic) if hosts > 1 else near, column, caps) * n / (2 * (n - 1))
     # The loss at middle sizes is one of the fast pipeline within a host; a slow NIC hides it.
     left = TREE_LEFT[protocol]
     index = math.floor(math.log2(max(nbytes, 64) / 64))
     near = min(near, caps.channels * caps.tree[column] / 0.92) * (left[index] if index < len(left) else 1.0)
-    far = wires.nic * hosts / (hosts - 1) if hosts > 1 else math.inf
+    far = links.nic * hosts / (hosts - 1) if hosts > 1 else math.inf
     return _tree_bus(protocol, 0.92 * min(near, far), column, caps) / 2
 
 

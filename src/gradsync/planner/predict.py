@@ -31,7 +31,7 @@ _MODEL_SPREAD = {True: 0.05, False: 0.25}  # of what the model leaves out, by wh
 
 @dataclass(frozen=True)
 class _Period:
-    """What a pace makes of it, per step."""
+    """What a pace makes of the steps, per step."""
 
     step_s: float
     compute_s: float
@@ -184,7 +184,7 @@ def _simulate_pace(
 
 
 def _filling_s(profile: ModelProfile, device: Device, stock: bool) -> float:
-    """To bring gradients into buckets: each is read and written once, and costs Python a moment.
+    """The seconds to bring gradients into buckets: each is read and written once, and costs Python a moment.
 
     A GPU does not wait for Python, which runs ahead of it.
     """

@@ -18,7 +18,7 @@ from gradsync.compress.param import Param
 
 
 class Gradient(NamedTuple):
-    """One parameter's, as backward makes it."""
+    """The gradient of one parameter, as backward makes it."""
 
     name: str
     shape: tuple[int, ...]

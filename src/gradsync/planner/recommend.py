@@ -86,7 +86,7 @@ def _num_options(plan: Plan) -> int:
 
 
 def _codec_of(plan: Plan) -> str | None:
-    """The gentle ones by name; with another pace they are no longer gentle."""
+    """The name of a plan's codec, None for another pace: with that, gentle codecs are no longer gentle."""
     codec = plan.compress.choose(TYPICAL).codec if plan.compress is not None and plan.pace == every_step() else None
     return None if codec is None else codec.name
 

@@ -241,5 +241,5 @@ def _marked(spans: list[StepSpan]) -> list[StepSpan]:
 
 
 def end_s(spans: Sequence[StepSpan]) -> float:
-    """When the last is over."""
+    """The time when the last span is over."""
     return max((span.stop_s for span in spans), default=0.0)

@@ -26,7 +26,7 @@ _EFFICIENCY = {"gpu": 0.85, "cpu": 0.4}  # a kernel reaches most of the bandwidt
 
 
 class Stage(NamedTuple):
-    """One thing after the other of a bucket's rounds."""
+    """One part of a bucket's rounds, which come one after the other."""
 
     seconds: float
     load: float
@@ -65,7 +65,7 @@ def _stages(
     bucket = BucketForm(params, member or collectives.size, collectives.in_memory)
     rounds = exact(bucket) if codec is None else codec.rounds(bucket)
     encode, decode, between = (0.0, 0.0, 0.0) if codec is None else _seconds(codec, device, bucket)
-    for stage in across(bucket, rounds, speaks=True) if by_host else rounds:
+    for stage in across(bucket, rounds, encodes=True) if by_host else rounds:
         match stage:
             case Compute():
                 seconds = stage.encode * encode + stage.decode * decode + stage.between * between
@@ -86,7 +86,7 @@ def _sent(cost: CollectiveCost) -> Stage:
 
 
 def _seconds(codec: Codec, device: Device, bucket: BucketForm) -> tuple[float, float, float]:
-    """To encode and to decode a bucket, and what is between two rounds."""
+    """The seconds to encode and to decode a bucket, and what is between two rounds."""
     speed = next((each for each in device.codecs if each.kind == codec.name), None) or _derived(codec, device)
     nbytes = bucket.whole.nbytes
     items_s = speed.item_s * len(bucket.params) / (3 if speed.middle_s else 2)

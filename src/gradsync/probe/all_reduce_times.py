@@ -110,13 +110,13 @@ class SharedMemorySums:
 
 
 def across(group: ProbeGroup) -> BackendSums:
-    """One rank of each host."""
+    """Sums over one rank of each host."""
     firsts = tuple(host[0] for host in group.hosts)
     return BackendSums(group, ACROSS_HOSTS, [firsts], "the measurement of the links between hosts")
 
 
 def inside(group: ProbeGroup) -> BackendSums:
-    """The ranks of each host, without shared memory."""
+    """Sums over the ranks of each host, without shared memory."""
     return BackendSums(group, WITHIN_HOST, group.full_hosts, "the measurement of the links inside hosts")
 
 

@@ -47,7 +47,7 @@ def codec_speeds(group: ProbeGroup) -> tuple[CodecSpeed, ...]:
 
 
 def codec_speed(group: ProbeGroup, compressor: Compressor) -> CodecSpeed:
-    """By the byte from a few large parameters, by the parameter from many small ones of unlike shapes."""
+    """Time a codec: by the byte with a few large parameters, by the parameter with many small ones of unlike shapes."""
     nbytes = 4 * _NUM_LARGE * math.prod(_LARGE)
     codec = compressor.choose(Param("weight", _LARGE)).codec
     assert codec is not None

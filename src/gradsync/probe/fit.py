@@ -44,7 +44,7 @@ class FittedPoint(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Relative: 0.1 where the link says 10 % too much."""
+        """The relative error: 0.1 where the link says 10 % too much."""
         return self.fitted_s / self.seconds - 1
 
 

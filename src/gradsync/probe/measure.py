@@ -107,10 +107,10 @@ def measure(parent: dist.ProcessGroup, tick: Tick | None = None, brief: bool = F
 def _measure_tiers(group: ProbeGroup, compute: ComputeLoad, done: Tick) -> dict[str, Fit]:
     tiers: dict[str, Fit] = {}
     if len(group.hosts) > 1:
-        tiers["across"] = _fit_wires(group, compute, across(group))
+        tiers["across"] = _fit_backend(group, compute, across(group))
     done("across")
     if group.full_hosts:
-        tiers["inside"] = _fit_wires(group, compute, inside(group))
+        tiers["inside"] = _fit_backend(group, compute, inside(group))
     done("inside")
     if group.lane.team is not None and group.on_host:
         shared = SharedMemorySums(group, group.lane.team, group.full_hosts)
@@ -121,14 +121,14 @@ def _measure_tiers(group: ProbeGroup, compute: ComputeLoad, done: Tick) -> dict[
     return tiers
 
 
-def _fit_wires(group: ProbeGroup, compute: ComputeLoad, wires: BackendSums) -> Fit:
-    timed, num_ranks = sweep(group, wires), len(wires.teams[0])
+def _fit_backend(group: ProbeGroup, compute: ComputeLoad, sums: BackendSums) -> Fit:
+    timed, num_ranks = sweep(group, sums), len(sums.teams[0])
     samples = [TimedMessage(*ring_message(each.nbytes, each.seconds, num_ranks), each.checks) for each in timed]
-    return fit(samples, _load(group, compute, wires, timed))
+    return fit(samples, _load(group, compute, sums, timed))
 
 
 def _load(group: ProbeGroup, compute: ComputeLoad, caller: Caller, timed: list[TimedCall]) -> float:
-    """While large messages are on their way: the largest that do not take long."""
+    """The processor's share while large messages are on their way: the largest that do not take long."""
     by_size = {each.nbytes: each.seconds for each in sorted(timed, key=lambda each: -each.seconds)}
     nbytes = max((size for size, seconds in by_size.items() if seconds <= _LONG_S), default=min(by_size))
     return processor_share(group, compute, caller, nbytes, by_size[nbytes])
@@ -187,6 +187,6 @@ def _of_catalogue(name: str) -> Device | None:
 
 
 def _device_name(group: ProbeGroup) -> str:
-    """Rank 0's, which all agree on."""
+    """The name of rank 0's device, which all agree on."""
     name = torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else "cpu"
     return group.lane.exchange(name.encode()[:64].ljust(64), "the names of the devices")[0].decode().strip()

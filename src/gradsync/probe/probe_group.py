@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from gradsync.cluster import Hosts
 from gradsync.errors import GradSyncError
-from gradsync.exchange.pinned import HOST, travel_device
+from gradsync.exchange.pinned import travel_device
 from gradsync.plan.guard import Guard
-from gradsync.transport.groups import ACROSS_HOSTS, MESSAGES, WITHIN_HOST, group_timeout, is_on_host
-from gradsync.transport.lane import NET_S, open_lane
+from gradsync.transport.groups import ACROSS_HOSTS, HOST, MESSAGES, WITHIN_HOST, group_timeout, is_on_host
+from gradsync.transport.lane import open_lane
 
 _PATIENCE_S = 120.0
 _NAME_NBYTES = 64
@@ -41,11 +41,9 @@ class ProbeGroup:
         self.on_host = is_on_host(parent, self.device.type)
         self.wire = travel_device(self.device, self.on_host)
         firsts = [host[0] for host in lane.hosts]
-        lane.groups.add_data(parent, [self.wire.type, MESSAGES], timeout + NET_S)
-        lane.groups.add_part(parent, WITHIN_HOST, list(self.host), self.wire.type, timeout + NET_S)
-        lane.groups.add_part(
-            parent, ACROSS_HOSTS, firsts if self.rank in firsts else [], self.wire.type, timeout + NET_S
-        )
+        lane.groups.add_data(parent, {self.wire.type: self.wire, MESSAGES: HOST})
+        lane.groups.add_part(parent, WITHIN_HOST, list(self.host), self.wire)
+        lane.groups.add_part(parent, ACROSS_HOSTS, firsts if self.rank in firsts else [], self.wire)
         self._names = [name.rstrip(b"\0").decode(errors="replace") for name in self._tell_names()]
 
     # Who
@@ -97,7 +95,7 @@ class ProbeGroup:
         self.tell_one()
 
     def settle(self) -> None:
-        """What a GPU was told to do is done."""
+        """Wait until what a GPU was told to do is done."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -122,7 +120,7 @@ def open_probe_group(parent: dist.ProcessGroup, brief: bool) -> Iterator[ProbeGr
 
 
 def _device(parent: dist.ProcessGroup) -> torch.device:
-    """Where the ranks of this group compute: on GPUs, if it has a backend for them."""
+    """The device where the ranks of this group compute: a GPU, if it has a backend for them."""
     if torch.cuda.is_available() and "cuda" in {device.type for device in parent._device_types}:
         return torch.device("cuda", torch.cuda.current_device())
     return HOST

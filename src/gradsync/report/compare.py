@@ -16,12 +16,12 @@ _PART = 0.2  # of the difference that a cause must explain to be named
 _CAUSES = (
     ("compute_s", "computing"),
     ("waiting_s", "waiting for late ranks"),
-    ("network_s", "waiting for the network"),
+    ("network_s", "waiting for the exchange"),
 )
 
 
 class ComparedNumber(NamedTuple):
-    """One number of both."""
+    """One number of both runs."""
 
     name: str
     first: str
@@ -129,7 +129,7 @@ _ROWS: tuple[tuple[str, str, Callable[[float], str], bool], ...] = (
     ("overhead", "overhead", show_share, False),
     ("exposed_s", "exposed", show_seconds, True),
     ("waiting_s", "  for ranks", show_seconds, True),
-    ("network_s", "  for the network", show_seconds, True),
+    ("network_s", "  for the exchange", show_seconds, True),
     ("compute_s", "compute", show_seconds, True),
     ("comm_s", "communication", show_seconds, True),
     ("overlap", "overlap", show_share, False),

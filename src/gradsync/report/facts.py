@@ -14,7 +14,7 @@ from gradsync.report.rank_stats import RankStats
 from gradsync.report.slow_links import LinkUse, SlowLink
 from gradsync.report.slow_ranks import Blame
 from gradsync.report.table import Table
-from gradsync.report.wording import NOUNS, over_network, show_share, waits_for
+from gradsync.report.wording import NOUNS, show_share, waits_for
 from gradsync.trace.lines import Value
 from gradsync.trace.reader import RunTrace
 from gradsync.units import show_nbytes, show_rate, show_seconds
@@ -53,7 +53,7 @@ def count(
         "ranks": len(run.ranks),
         "steps": len(table.steps),
         "batches_per_step": _batches_per_step(run),
-        "num_parameters": _num_parameters(run),
+        "num_parameters": sum(math.prod(shape) for _, shape, _ in next(iter(run.ranks.values())).run.parameters),
         "dropped_steps": sum(any(not cell.counts for cell in table.rows[step].values()) for step in table.steps),
         "late_ranks": len(blame),
         "slow_links": len(slow),
@@ -84,11 +84,6 @@ def _batches_per_step(run: RunTrace) -> int:
     pace = plan.get("pace")
     k = pace.get("k") if isinstance(pace, dict) and pace.get("kind") == "accumulate" else 1
     return k if type(k) is int and k > 0 else 1
-
-
-def _num_parameters(run: RunTrace) -> int:
-    """Elements of all parameters of the model."""
-    return sum(math.prod(shape) for _, shape, _ in next(iter(run.ranks.values())).run.parameters)
 
 
 def _of_steps(overhead: Overhead, said: RankStats) -> dict[str, Value]:
@@ -151,13 +146,12 @@ def _of_step(run: RunTrace, overhead: Overhead, since: str) -> list[Fact]:
     share = Fact("overhead", show_share(overhead.share), "of the step, a rank has nothing to compute and waits")
     if (whom := waits_for(run)) is not None:
         return [step, share, Fact("exposed", show_seconds(overhead.exposed_s), f"that wait, for {whom}"), compute]
-    way = "network" if over_network(run, overhead.sent_nbytes, overhead.nbytes) else "exchange"
     return [
         step,
         share,
         Fact("exposed", show_seconds(overhead.exposed_s), "that wait; what follows adds up to it"),
         Fact("  for ranks", show_seconds(overhead.waiting_s), "until the last rank is ready"),
-        Fact(f"  for the {way}", show_seconds(overhead.network_s), "when every rank is ready"),
+        Fact("  for the exchange", show_seconds(overhead.network_s), "when every rank is ready"),
         compute,
     ]
 

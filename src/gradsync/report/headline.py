@@ -93,5 +93,5 @@ def cut_short(run: RunTrace) -> list[int]:
 
 
 def _joined(parts: Sequence[tuple[float, str]]) -> list[str]:
-    """The first part says what its number is of."""
+    """The parts in words, of which the first says what its number is of."""
     return [f"{points(share)}{'' if index else ' of it is'} {what}" for index, (share, what) in enumerate(parts)]

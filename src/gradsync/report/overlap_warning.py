@@ -21,7 +21,7 @@ _RECENT = 20  # detailed steps of a rank that are looked at
 
 
 def warn_of_overlap(run: RunTrace, table: Table, overhead: Overhead) -> Iterable[ReportWarning]:
-    """If hardly anything is hidden that could be."""
+    """Warn if hardly anything is hidden that could be."""
     hidden, comm_s = overhead.overlap, overhead.comm_s
     if hidden is None or comm_s is None or hidden >= _HIDDEN:
         return
@@ -55,7 +55,7 @@ def warn_of_overlap(run: RunTrace, table: Table, overhead: Overhead) -> Iterable
 
 
 def _smaller_buckets(run: RunTrace, of_ddp: bool) -> str:
-    """How to have them; gs.auto() has looked at that."""
+    """How to have smaller buckets; gs.auto() has looked at that."""
     if any(trace.choices for trace in run.ranks.values()):
         return ", which gs.auto() found the fastest: it prices smaller ones too."
     knob = "bucket_cap_mb of DistributedDataParallel" if of_ddp else "bucket_bytes of gs.Plan"

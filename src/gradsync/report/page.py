@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from importlib.resources import files
 
 from gradsync.report.lateness import lateness
@@ -21,6 +20,7 @@ from gradsync.report.pictures.timeline import draw_timeline
 from gradsync.report.post_mortem.first_event import first_event
 from gradsync.report.summary import Summary
 from gradsync.report.table import tabulate
+from gradsync.report.wording import show_time
 from gradsync.trace.lines import Error, Health
 from gradsync.trace.reader import RunTrace
 from gradsync.units import show_seconds
@@ -81,7 +81,7 @@ def sections(run: RunTrace, summary: Summary, live: bool = False) -> dict[str, s
         "parameters": _titled("Bytes and ratio by parameter", draw_parameters(run)),
         "staleness": _titled("Staleness", draw_staleness(run)),
         "health": _titled("Health and errors", _health(run, summary)),
-        "measured": _titled("How it was measured", _measured(run, last)),
+        "measured": _titled("How it was measured", "".join(f"<p>{sentence}</p>" for sentence in _sentences(run, last))),
     }
 
 
@@ -133,7 +133,7 @@ def _told(line: Health | Error) -> str:
 
 
 def _list(said: Sequence[tuple[str, str, str]]) -> str:
-    """(class, sentence, small print) each."""
+    """A list of (class, sentence, small print), its first lines."""
     items = [f'<li class="{kind}">{text}{_small(more)}</li>' for kind, text, more in said[:_MOST_LINES]]
     left_out = len(said) - len(items)
     if left_out:
@@ -145,10 +145,6 @@ def _small(text: str) -> str:
     return f"<small>{text}</small>" if text else ""
 
 
-def _measured(run: RunTrace, last: int) -> str:
-    return "".join(f"<p>{sentence}</p>" for sentence in _sentences(run, last))
-
-
 def _sentences(run: RunTrace, last: int) -> Iterator[str]:
     first = next(iter(run.ranks.values()))
     who = {"ddp": "DistributedDataParallel, looked on by gradsync"}.get(first.run.source, "gradsync")
@@ -157,7 +153,7 @@ def _sentences(run: RunTrace, last: int) -> Iterator[str]:
     devices = sorted({trace.run.device for trace in run.ranks.values()})
     told = ", ".join(name(device, 40) for device in devices[:4]) + (" and others" if len(devices) > 4 else "")
     by = f"{who} ({', '.join(versions)})" if versions else who
-    yield f"Synchronized by {by} on {told}; begun {_when(first.run.started)}."
+    yield f"Synchronized by {by} on {told}; begun {show_time(first.run.started)}."
     most = max(len(trace.steps) for trace in run.ranks.values())
     detailed = max(sum(step.buckets is not None for step in trace.steps) for trace in run.ranks.values())
     yield f"{most:,} steps are looked at, {detailed:,} of them bucket by bucket."
@@ -175,10 +171,3 @@ def _sentences(run: RunTrace, last: int) -> Iterator[str]:
         "A rank's lateness is how much longer than the others it worked, by its own clock, from the end of one "
         "synchronization until it had nothing left but to wait. Exposed is the time it then waited."
     )
-
-
-def _when(started: float) -> str:
-    try:
-        return f"{datetime.fromtimestamp(started, UTC):%Y-%m-%d %H:%M} UTC"
-    except (OverflowError, ValueError, OSError):
-        return "at an unknown time"

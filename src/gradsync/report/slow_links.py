@@ -60,7 +60,7 @@ def sum_links(run: RunTrace, table: Table) -> list[LinkUse]:
     since = table.steps[0] if table.steps else 0
     sums: dict[tuple[int, int | None, str], list[float]] = {}
     for rank, trace in run.ranks.items():
-        for line in trace.wires:
+        for line in trace.socket_lines:
             for wire in line.wires if line.step >= since else ():
                 key = (rank, wire.peer, printable(wire.address) if wire.peer is None else "")
                 entry = sums.setdefault(key, [0, 0.0, 0])
@@ -109,7 +109,7 @@ def _inside(run: RunTrace, link: LinkUse) -> bool:
 
 
 def _without_lateness(link: LinkUse, table: Table) -> LinkUse:
-    """Its busy time without that in which the receiver cannot have been there."""
+    """A link's busy time without that in which the receiver cannot have been there."""
     if link.peer is None:
         return link
     pairs = [(table.cell(step, link.peer), table.cell(step, link.rank)) for step in table.steps]

@@ -14,7 +14,7 @@ from gradsync.report.rare_steps import warn_of_times
 from gradsync.report.slow_links import LinkUse
 from gradsync.report.slow_ranks import FEWEST
 from gradsync.report.table import Table
-from gradsync.report.wording import listed, printable, show_share, source_of
+from gradsync.report.wording import listed, printable, show_share, show_time, source_of
 from gradsync.trace.flight import Moment
 from gradsync.trace.reader import RunTrace
 from gradsync.units import show_count, show_nbytes, show_seconds
@@ -56,6 +56,15 @@ def _files(run: RunTrace) -> Iterable[ReportWarning]:
         yield ReportWarning(
             f"{files} {listed(run.missing)} {them}, so nobody can say who was waited for.",
             "Copy rank-*.jsonl of all hosts into one folder, or trace into a folder that all hosts share.",
+        )
+    if run.earlier:
+        steps, seen = run.earlier[-1]
+        told = f"steps {steps[0]} to {steps[-1]}, ended" if steps else "no step, begun"
+        many = len(run.earlier)
+        which = "An earlier run in this folder is" if many == 1 else f"{many} earlier runs in this folder are"
+        yield ReportWarning(
+            f"{which} not shown ({'' if many == 1 else 'the last: '}{told} {show_time(seen)}).",
+            "Trace into another folder when you start again; gradsync report BEFORE AFTER compares the two.",
         )
     below = (path for kind in ("model", "ranks") for path in run.folder.glob(f"{kind}-*/rank-*.jsonl"))
     if folders := sorted({path.parent for path in below}):

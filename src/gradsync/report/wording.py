@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 from gradsync.report.lateness import COMPUTATION
 from gradsync.trace.reader import RunTrace
@@ -100,6 +101,14 @@ def clean(text: str) -> str:
     'one two�'
     """
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in " ".join(text.split()))
+
+
+def show_time(seconds: float) -> str:
+    """The time by the wall clock, in words; a file may say anything."""
+    try:
+        return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M} UTC"
+    except (OverflowError, ValueError, OSError):
+        return "at an unknown time"
 
 
 def show_share(share: float) -> str:

@@ -59,12 +59,12 @@ Parts = torch.Tensor | list[torch.Tensor]
 
 
 def summable(tensors: Sequence[torch.Tensor], op: ReduceOp) -> bool:
-    """Like gloo an all-reduce adds up `numel` elements from where the tensor begins, whatever its strides."""
+    """Whether we add these up: like gloo, `numel` elements from where the tensor begins, whatever its strides."""
     return op.op in _ADDS and _in_memory(tensors) and all(tensor.dtype in CODES for tensor in tensors)
 
 
 def scatterable(parts: Parts, output: torch.Tensor, op: ReduceOp, size: int) -> bool:
-    """Integers have no mean here."""
+    """Whether a reduce-scatter is ours: integers have no mean here."""
     averages = op.op == dist.ReduceOp.AVG
     return gatherable(parts, output, size) and summable([output], op) and (output.is_floating_point() or not averages)
 
@@ -199,7 +199,7 @@ class TeamQueue:
         operation.after()
 
     def _do(self, operations: Sequence[TeamOperation], timeout: float | None) -> None:
-        """Here, one after the other: each begins when the one before it has ended."""
+        """Run these here, one after the other: each begins when the one before it has ended."""
         for operation in operations:
             self.lane.session.next_call(operation.what, "one")
         self.settle(

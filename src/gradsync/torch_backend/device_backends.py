@@ -46,7 +46,7 @@ class DeviceBackends:
         self._register(group, "cpu", Kind.GLOO, gloo)
 
     def complete(self) -> None:
-        """Once the group is known to torch: register what its string names."""
+        """Register what the group's string names, once the group is known to torch."""
         group = self._group()
         if self._complete or group is None or group not in dist.distributed_c10d._world.pg_backend_config:
             return

@@ -29,8 +29,7 @@ from torch._C._distributed_c10d import (
 from gradsync.torch_backend import collectives, tensor_forms
 from gradsync.torch_backend.collectives import Parts, TeamOperation, TeamQueue
 from gradsync.torch_backend.device_backends import DeviceBackends
-from gradsync.torch_backend.gloo_errors import GlooErrors, NamingWork
-from gradsync.torch_backend.works import CompletedWork, Completer, IntegerMean, SharedWork
+from gradsync.torch_backend.works import CompletedWork, Completer, GlooErrors, IntegerMean, NamingWork, SharedWork
 from gradsync.transport.lane import Lane
 
 Tensors = list[torch.Tensor]
@@ -91,7 +90,7 @@ class GradsyncGroup(dist.ProcessGroup):
 
     def _reduce(self, name: str, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
         tensor_forms.check(name, (tensors,))
-        if opts.reduceOp.op == dist.ReduceOp.AVG and _are_integers(tensors):
+        if opts.reduceOp.op == dist.ReduceOp.AVG and all(each.dtype in _INTEGERS for each in tensors):
             opts.reduceOp = dist.ReduceOp.SUM
             return IntegerMean(self._reduce(name, tensors, opts), tensors, self.size())
         if self._queue is not None and collectives.summable(tensors, opts.reduceOp):
@@ -111,7 +110,7 @@ class GradsyncGroup(dist.ProcessGroup):
     # Parts: what FSDP sends
 
     def _gather(self, name: str, wheres: list[Parts], mines: Tensors, opts: Any, args: tuple[Any, ...]) -> dist.Work:
-        """Each of `mines` to all; `wheres`: the parts that each rank's goes to. `args`: how torch put it."""
+        """Give each of `mines` to all; `wheres`: the parts that each rank's goes to. `args`: how torch put it."""
         queue, size = self._queue, self.size()
         pairs = list(zip(wheres, mines, strict=False))
         if queue is None or len(wheres) != len(mines) or not all(collectives.gatherable(*pair, size) for pair in pairs):
@@ -194,10 +193,6 @@ class GradsyncGroup(dist.ProcessGroup):
 
     def abort(self) -> None:
         self._inner.abort()
-
-
-def _are_integers(tensors: list[torch.Tensor]) -> bool:
-    return all(each.dtype in _INTEGERS for each in tensors)
 
 
 def _delegated(name: str) -> Callable[..., Any]:

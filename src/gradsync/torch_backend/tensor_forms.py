@@ -27,7 +27,7 @@ _CUT = frozenset(
 
 
 def check(name: str, args: tuple[Any, ...]) -> None:
-    """ValueError where a collective would leave a tensor's memory; torch's name for it, and what it got."""
+    """Raise ValueError where a collective would leave a tensor's memory; torch's name for it, and what it got."""
     if name in _BY_POINTER:
         for tensor in _tensors(args):
             if _shares_memory(tensor):

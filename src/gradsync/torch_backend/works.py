@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -25,12 +25,14 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
-from gradsync.errors import SyncTimeout
+from gradsync.errors import PeerLost, SyncTimeout
 from gradsync.torch_backend.collectives import TeamOperation, TeamQueue
 from gradsync.transport.awake_clock import AwakeClock
+from gradsync.transport.lane import Lane
 from gradsync.transport.lane_thread import LaneThread
 from gradsync.transport.pending import LaneTask
 
+_TRANSPORT = "gloo/transport"  # in what gloo says when a connection failed, and in nothing that a caller did wrong
 NO_TIMEOUT = timedelta(0)
 _SLICE_S = 0.1
 
@@ -148,7 +150,7 @@ class SharedWork(dist.Work):
         return True
 
     def _wait_for_settler(self, limit: float) -> None:
-        """Have the lock: somebody else settles it, who looks after the peers, perhaps with a longer bound."""
+        """Get the lock: somebody else settles it, who looks after the peers, perhaps with a longer bound."""
         bound, lane = AwakeClock(limit - _SLICE_S), self._queue.lane
         while not self._lock.acquire(timeout=_SLICE_S):
             if bound.over():
@@ -295,3 +297,41 @@ def _unwrap(future: torch.futures.Future[Any]) -> list[torch.Tensor]:
     if isinstance(value, BaseException):
         raise value
     return value
+
+
+class GlooErrors:
+    """Finds out who is gone when gloo fails."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+
+    def named(self, what: str, error: RuntimeError) -> RuntimeError:
+        """The error to raise: who was lost, or gloo's own if nobody was."""
+        if _TRANSPORT not in str(error):
+            return error
+        try:
+            self._lane.name_lost(what, error)
+        except PeerLost as lost:
+            return lost
+        return error
+
+
+class NamingWork(WrappedWork):
+    """A work of gloo whose wait names the dead."""
+
+    def __init__(self, work: dist.Work, what: str, gloo_errors: GlooErrors) -> None:
+        super().__init__(work)
+        self._what = what
+        self._gloo_errors = gloo_errors
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        return self._naming(lambda: self._work.wait(timeout))
+
+    def synchronize(self) -> None:
+        self._naming(self._work.synchronize)
+
+    def _naming(self, wait: Callable[[], Any]) -> Any:
+        try:
+            return wait()
+        except RuntimeError as error:
+            raise self._gloo_errors.named(self._what, error) from error

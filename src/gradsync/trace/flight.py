@@ -71,7 +71,7 @@ class Flight:
         self._number = 0
 
     def note(self, step: int, moment: Moment, bucket: int = -1) -> None:
-        """Write it down, over the oldest."""
+        """Write a moment down, over the oldest."""
         number = self._number = self._number + 1
         _pack_into(self._memory, _FIRST + number % _NUM_SLOTS * _SIZE, number, _now(), step, moment, bucket, number)
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from gradsync import files
 from gradsync.trace.flight import FlightEntry, read_flight
@@ -38,6 +39,13 @@ _MOST_RANKS = 1_000_000
 _MOST_FOLDERS = 8  # in a sentence
 
 
+class EarlierRun(NamedTuple):
+    """What is known of a run whose folder a later one was given."""
+
+    steps: list[int]  # the first and the last that are here; none if there are none
+    last_seen: float  # by the wall clock: the end of the last step, or the beginning
+
+
 @dataclass
 class RankTrace:
     """All that one rank wrote."""
@@ -46,7 +54,7 @@ class RankTrace:
     layouts: list[BucketLayout] = field(default_factory=list)
     steps: list[StepLine] = field(default_factory=list)
     clocks: list[ClockShift] = field(default_factory=list)
-    wires: list[SocketLines] = field(default_factory=list)
+    socket_lines: list[SocketLines] = field(default_factory=list)
     stats: list[Stats] = field(default_factory=list)
     choices: list[PlanChoice] = field(default_factory=list)
     health: list[Health] = field(default_factory=list)
@@ -54,12 +62,17 @@ class RankTrace:
     end: RankEnd | None = None
     flight: list[FlightEntry] = field(default_factory=list)
     num_unreadable: int = 0  # lines that were none of ours
-    num_earlier: int = 0  # runs in the same file before this one: it was started again
+    earlier: list[EarlierRun] = field(default_factory=list)  # in the same file: it was started again
 
     @property
     def left_in_order(self) -> bool:
-        """Whether it ended, and not by an exception."""
+        """Whether the rank ended, and not by an exception."""
         return self.end is not None and self.end.why != "exception"
+
+    def outline(self) -> EarlierRun:
+        """What is left of it once another one has begun."""
+        ends = [self.run.started + line.at + line.step_s - self.run.clock for line in self.steps[-1:]]
+        return EarlierRun([line.step for line in (*self.steps[:1], *self.steps[-1:])], *(ends or [self.run.started]))
 
     def add(self, line: Line) -> None:
         """One more line."""
@@ -71,7 +84,7 @@ class RankTrace:
             case ClockShift():
                 self.clocks.append(line)
             case SocketLines():
-                self.wires.append(line)
+                self.socket_lines.append(line)
             case Stats():
                 self.stats.append(line)
             case PlanChoice():
@@ -91,6 +104,11 @@ class RunTrace:
     folder: Path
     ranks: dict[int, RankTrace]
     refused: dict[int, str] = field(default_factory=dict)  # files that are none that we read, and why
+
+    @property
+    def earlier(self) -> list[EarlierRun]:
+        """Those in the same folder before it, the last one last, as the rank tells that was in most of them."""
+        return max((trace.earlier for trace in self.ranks.values()), key=len)
 
     @property
     def world_size(self) -> int:
@@ -169,7 +187,9 @@ class Follower:
             trace = self._traces.get(rank)
             if isinstance(line, RunHeader) and line.rank == rank and _is_possible(line):
                 if trace is None or (trace.run.pid, trace.run.started) != (line.pid, line.started):
-                    self._traces[rank] = RankTrace(line, num_earlier=0 if trace is None else trace.num_earlier + 1)
+                    self._traces[rank] = RankTrace(
+                        line, earlier=[] if trace is None else [*trace.earlier, trace.outline()]
+                    )
             elif trace is not None:
                 trace.add(line)
         if rank in self._traces:

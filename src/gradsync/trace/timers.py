@@ -1,14 +1,12 @@
 """Moments, and when they were: on the host a number, on a GPU an event that the stream will pass.
 
-Nobody waits for an event: a step's line is written when the last of its events has passed. In `torch.profiler` our
-parts of a step have names (`span`), which cost nothing while it does not run.
+Nobody waits for an event: a step's line is written when the last of its events has passed.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -81,13 +79,3 @@ def timer_for(devices: set[torch.device]) -> Timer:
     """The timer of the one GPU that these are; with several, or none, the host's."""
     first, *others = sorted(devices, key=str) or [torch.device("cpu")]
     return DeviceTimer(first) if first.type == "cuda" and not others else HostTimer()
-
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
-
-
-def span(name: str, bucket: int = -1) -> AbstractContextManager[object]:
-    """What happens inside shows as "gradsync: launch bucket 3", say."""
-    if not torch._C._autograd._profiler_enabled():
-        return _NOTHING
-    return torch.profiler.record_function(f"gradsync: {name}" + (f" bucket {bucket}" if bucket >= 0 else ""))

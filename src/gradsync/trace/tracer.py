@@ -302,7 +302,7 @@ def _details(
 def _in_order(
     phases: Iterable[tuple[str, Moment, Moment]], at: float, read: Callable[[Moment], float]
 ) -> list[StepPart]:
-    """One after the other: the host may begin to wait while the device, which is behind, still computes.
+    """Phases one after the other: the host may begin to wait while the device, which is behind, still computes.
 
     >>> _in_order([("backward", 11.0, 13.0), ("wait", 12.0, 14.0)], 10.0, float)
     [StepPart(name='backward', start=1.0, stop=3.0), StepPart(name='wait', start=3.0, stop=4.0)]

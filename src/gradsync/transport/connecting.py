@@ -22,7 +22,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch._C._distributed_c10d import Store
 
@@ -37,7 +37,13 @@ _LEAVING_S = 2.0
 _NUMBER = struct.Struct("<q")  # what a connection of gloo says first: the pair it belongs to
 
 
-class GaveUp(RuntimeError):
+class Connect(Protocol):
+    """Runs `make(attempt)` in a thread and waits for it; `what` is how an error names it."""
+
+    def __call__(self, make: Callable[[Attempt[T]], T], what: str) -> T: ...
+
+
+class AttemptCancelled(RuntimeError):
     """The caller waits no more."""
 
 
@@ -65,7 +71,7 @@ class Attempt(Promise, Generic[T]):
     def check(self) -> None:
         """Raise in the thread when nobody waits for it any more."""
         if self._given_up:
-            raise GaveUp("whoever asked for these connections has given up")
+            raise AttemptCancelled("whoever asked for these connections has given up")
 
     def pauses(self) -> Callable[[], None]:
         """Something to call between two looks at a store: it sleeps, longer and longer up to 10 ms."""
@@ -81,7 +87,7 @@ class Attempt(Promise, Generic[T]):
 
     @contextlib.contextmanager
     def constructing(self, size: int) -> Iterator[None]:
-        """While a constructor among so many ranks runs in the thread."""
+        """Note that a constructor among so many ranks runs in the thread, until it ends."""
         self._num_pairs, self._others = size, listeners()
         try:
             yield

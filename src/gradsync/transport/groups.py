@@ -16,6 +16,8 @@ Note [Groups outlive the interpreter]
     `Groups.close()`, after everything under way has ended; without it the process just exits. What is
     still under way then is ended by cutting our own connections: see `sockets`.
 
+    NCCL's communicators can be aborted, and are: see [Giving up a communicator] in `nccl_channel`.
+
 Note [Gloo's own time-out]
     It counts the time that passed, in C: after a job was stopped as a whole for longer, gloo gives up on waking, and
     its connections with it. So ours never expires, and every wait is bounded by `Lane.wait`, in time awake.
@@ -23,110 +25,28 @@ Note [Gloo's own time-out]
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BroadcastOptions,
-    PrefixStore,
-    ProcessGroupGloo,
-    Store,
-    Work,
-)
+from torch._C._distributed_c10d import PrefixStore, Store
 
-from gradsync.transport.connecting import Attempt, PolledStore
+from gradsync.transport.connecting import Attempt, Connect
+from gradsync.transport.gloo_channel import GlooChannel, make_gloo
+from gradsync.transport.nccl_channel import NcclChannel
 from gradsync.transport.sockets import connections
 
 MESSAGES, WITHIN_HOST, ACROSS_HOSTS = "messages", "within_host", "across_hosts"
 _NEVER = timedelta(seconds=1e7)  # more overflows its clock; see [Gloo's own time-out]
 
+Channel = GlooChannel | NcclChannel
+HOST = torch.device("cpu")
+
 T = TypeVar("T")
-
-
-class Connect(Protocol):
-    """Runs `make(attempt)` in a thread and waits for it; `what` is how an error names it."""
-
-    def __call__(self, make: Callable[[Attempt[T]], T], what: str) -> T: ...
-
-
-class Channel:
-    """One backend among the members of a group: the collectives and messages we need, each started at once."""
-
-    def __init__(self, backend: Any, on_host: bool, keeps: object = None) -> None:
-        self._backend = backend
-        self._keeps = keeps  # what the backend needs as long as it lives
-        self.on_host = on_host  # waiting blocks the host (gloo), or a stream (nccl)
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
-
-    @property
-    def backend(self) -> Any:
-        """torch's own object."""
-        return self._backend
-
-    def sum(self, tensor: torch.Tensor) -> Work:
-        """Add up `tensor` over the ranks, in place."""
-        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        options = AllreduceOptions()
-        options.asyncOp = True
-        return self._backend.allreduce([real], options)
-
-    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
-        """Make `tensor` that of the member with index `source`, in place."""
-        options = BroadcastOptions()
-        options.rootRank = source
-        options.asyncOp = True
-        return self._backend.broadcast([tensor], options)
-
-    def gather(self, rows: torch.Tensor, row: torch.Tensor) -> Work:
-        """Fill `rows` with every member's `row`, by index."""
-        options = AllgatherOptions()
-        options.asyncOp = True
-        return self._backend.allgather([list(rows)], [row], options)
-
-    def trade(self, rows: torch.Tensor, mine: torch.Tensor) -> Work:
-        """Give each member its equal part of `mine`, in order; fill `rows` with what each gives to us, by index."""
-        options = AllToAllOptions()
-        options.asyncOp = True
-        return self._backend.alltoall_base(rows.view(-1), mine, [], [], options)
-
-    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
-        """Start sending `tensor` to the member with index `dst`; inside a `batch`, what it returns is no work."""
-        return self._backend.send([tensor], dst, tag)
-
-    def recv(self, tensor: torch.Tensor, src: int, tag: int) -> Work:
-        """Fill `tensor` with what the member with index `src` sends; messages of one pair and tag keep their order."""
-        return self._backend.recv([tensor], src, tag)
-
-    def recv_any(self, tensor: torch.Tensor, tag: int) -> Work:
-        """Fill `tensor` with what any member sends under this tag; only for gloo. The work knows its source."""
-        return self._backend.recv_anysource([tensor], tag)
-
-    def batch(self, issue: Callable[[], None]) -> Work:
-        """Start at once the sends and receives that `issue` issues, at least one; only for nccl, which needs it.
-
-        Outside a batch two ranks that send to each other on one stream wait for each other forever. Tags mean
-        nothing to nccl: it matches the messages of a pair in their order. The first batch of a channel makes its
-        communicator, so every member must issue one, or some collective, before any can complete.
-
-        Run on one GPU with messages to itself, never with several: none were at hand.
-        """
-        self._backend._start_coalescing()
-        issue()
-        return self._backend._end_coalescing()
-
-    def close(self) -> None:
-        """Let go. Only when nothing is under way: see [Groups outlive the interpreter]."""
-        ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._backend))
-        self._backend = None
 
 
 @dataclass
@@ -141,16 +61,22 @@ class Groups:
     rank: int  # index in the group
     size: int
     ranks: tuple[int, ...]  # the members' global ranks, by index
-    first: Channel | None = None  # for control; made after the ranks have met
+    first: GlooChannel | None = None  # for control; made after the ranks have met
     data: dict[str, Channel] = field(default_factory=dict)
-    wires: set[tuple[int, str]] = field(default_factory=set)  # their connections
+    sockets: set[tuple[int, str]] = field(default_factory=set)  # their connections
     store: Store | None = None  # where the ranks meet; None: the default group's
     connect: Connect = field(default_factory=lambda: _connect_alone)  # bounded by whoever looks after the peers
 
     @property
-    def control(self) -> Channel:
+    def control(self) -> GlooChannel:
         assert self.first is not None, "the ranks have not met"
         return self.first
+
+    def gloo(self, name: str) -> GlooChannel:
+        """The channel of this name, which works in host memory."""
+        channel = self.data[name]
+        assert isinstance(channel, GlooChannel), f"{name} is not on the host"
+        return channel
 
     def connect_by(self, connect: Connect) -> None:
         """Have channels made under the eyes of somebody who looks after the peers."""
@@ -158,46 +84,49 @@ class Groups:
 
     def add_control(self) -> None:
         """Make the channel for control; every member must call this."""
-        [self.first] = self._add(lambda store: [_Wanted(store, "control", "gloo", self.rank, self.size)], 0.0)
+
+        def make(attempt: Attempt[GlooChannel]) -> GlooChannel:
+            return make_gloo(PrefixStore("control", self._fresh_store()), self.rank, self.size, _NEVER, attempt)
+
+        self.first = self._connect(make)
 
     def add_control_at(self, store: Store, limit: timedelta) -> None:
         """Make it in this very part of the store, where torch's own gloo would be; every member must call this."""
         self.first = self._connect(lambda attempt: make_gloo(store, self.rank, self.size, limit, attempt))
 
-    def add_data(self, parent: dist.ProcessGroup, device_types: list[str], timeout: float) -> None:
-        """Make the channels for tensors of these kinds; every member must call this with the same ones.
+    def add_data(self, parent: dist.ProcessGroup, devices: Mapping[str, torch.device]) -> None:
+        """Make channels, by name, for tensors on these devices; every member must call this with the same kinds."""
+        members = list(range(self.size))
+        wanted = [_Wanted(name, members, _served_on(parent, device)) for name, device in devices.items()]
+        if wanted:
+            self._add(lambda store: store, wanted)
 
-        `timeout` in seconds is nccl's own; gloo's never expires.
-        """
-        backends = {kind: _backend_for(parent, kind) for kind in device_types}
-        if backends:
-            channels = self._add(
-                lambda store: [_Wanted(store, *item, self.rank, self.size) for item in backends.items()], timeout
-            )
-            self.data.update(zip(backends, channels, strict=True))
-
-    def add_part(
-        self, parent: dist.ProcessGroup, name: str, members: list[int], device_type: str, timeout: float
-    ) -> None:
+    def add_part(self, parent: dist.ProcessGroup, name: str, members: list[int], device: torch.device) -> None:
         """Make a channel among some, by index; every member of the group calls this, with the part it belongs to.
 
         Parts of one name do not overlap. Who brings an empty one only keeps count.
         """
-        backend = _backend_for(parent, device_type)
-
-        def wanted(store: Store) -> list[_Wanted]:
-            if not members:
-                return []
-            part = PrefixStore(f"part-{members[0]}", store)
-            return [_Wanted(part, name, backend, members.index(self.rank), len(members))]
-
-        for channel in self._add(wanted, timeout):
-            self.data[name] = channel
+        wanted = [_Wanted(name, members, _served_on(parent, device))] if members else []
+        self._add(lambda store: PrefixStore(f"part-{members[0]}", store), wanted)
 
     def close(self) -> None:
         for channel in (self.first, *self.data.values()):
             if channel is not None:
                 channel.close()
+
+    def abort(self) -> None:
+        """End what is under way on GPUs; what is under way on gloo ends with its connections, see `sockets`."""
+        for channel in self.on_streams:
+            channel.abort()
+
+    def alive(self) -> torch.Tensor | None:
+        """What tells the GPU of this rank whether sums may be trusted; None where all is on the host."""
+        return next((channel.alive for channel in self.on_streams), None)
+
+    @property
+    def on_streams(self) -> list[NcclChannel]:
+        """The channels that work on streams of GPUs."""
+        return [channel for channel in list(self.data.values()) if isinstance(channel, NcclChannel)]
 
     @property
     def on_host(self) -> bool:
@@ -208,40 +137,40 @@ class Groups:
         """The store in which the ranks meet."""
         return self.store or dist.distributed_c10d._get_default_store()
 
-    def _add(self, wanted: Callable[[Store], list[_Wanted]], timeout: float) -> list[Channel]:
+    def _fresh_store(self) -> Store:
+        return fresh_prefix(self.meeting_place(), self.ranks, self.ranks[self.rank])
+
+    def _add(self, place: Callable[[Store], Store], wanted: list[_Wanted]) -> None:
 
         def make(attempt: Attempt[list[Channel]]) -> list[Channel]:
-            store = fresh_prefix(self.meeting_place(), self.ranks, self.ranks[self.rank])
-            return [_make(each, attempt, timeout) for each in wanted(store)]
+            store = self._fresh_store()
+            return [self._make(each, place(store), attempt) for each in wanted]
 
-        return self._connect(make)
+        channels = self._connect(make)
+        self.data.update({each.name: channel for each, channel in zip(wanted, channels, strict=True)})
 
-    def _connect(self, make: Callable[[Attempt[T]], T]) -> T:
+    def _make(self, wanted: _Wanted, store: Store, attempt: Attempt[list[Channel]]) -> Channel:
+        store, rank, size = PrefixStore(wanted.name, store), wanted.members.index(self.rank), len(wanted.members)
+        if wanted.device.type == "cpu":
+            return make_gloo(store, rank, size, _NEVER, attempt)
+        channel = NcclChannel(store, rank, size, self._connect)
+        channel.open(wanted.device, attempt)
+        return channel
+
+    def _connect(self, make: Callable[[Attempt[T]], T], what: str = "the making of connections") -> T:
         """Make something in a thread, see `connecting`, and know the connections that came with it."""
         before = connections()
-        made = self.connect(make, "the making of connections")
-        self.wires.update(connections() - before)
+        made = self.connect(make, what)
+        self.sockets.update(connections() - before)
         return made
 
 
 class _Wanted(NamedTuple):
-    """A backend that is to be made."""
+    """A channel that is to be made."""
 
-    store: Store
     name: str
-    backend: str
-    rank: int
-    size: int
-
-
-def make_groups(parent: dist.ProcessGroup) -> Groups:
-    """A control channel among the members of `parent`; every member must call this, others must not.
-
-    Nobody looks after the peers: where one may be missing, `lane.open_lane` does.
-    """
-    groups = group_of(parent)
-    groups.add_control()
-    return groups
+    members: list[int]  # by index in the group
+    device: torch.device  # where its tensors are, for the backend
 
 
 def group_of(parent: dist.ProcessGroup) -> Groups:
@@ -255,20 +184,6 @@ def _connect_alone(make: Callable[[Attempt[Any]], Any], what: str) -> Any:
     attempt.start()
     attempt.settle()
     return attempt.result()
-
-
-def _make(wanted: _Wanted, attempt: Attempt[Any], timeout: float) -> Channel:
-    store, name, backend, rank, size = wanted
-    if backend == "gloo":
-        return make_gloo(PrefixStore(name, store), rank, size, _NEVER, attempt)
-    return Channel(_nccl(PrefixStore(name, store), rank, size, timedelta(seconds=timeout)), on_host=False)
-
-
-def make_gloo(store: Store, rank: int, size: int, limit: timedelta, attempt: Attempt[Any]) -> Channel:
-    """A gloo group, in the thread of an attempt."""
-    polled = PolledStore(store, attempt)
-    with attempt.constructing(size):
-        return Channel(ProcessGroupGloo(polled, rank, size, limit), on_host=True, keeps=polled)
 
 
 def fresh_prefix(store: Store, ranks: Sequence[int], rank: int) -> Store:
@@ -286,17 +201,16 @@ def _home(ranks: Sequence[int]) -> str:
     return f"gradsync/groups/{hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]}"
 
 
-def _nccl(store: Store, rank: int, size: int, limit: timedelta) -> Any:
-    from torch._C._distributed_c10d import ProcessGroupNCCL  # only in builds with NCCL
-
-    options = ProcessGroupNCCL.Options()
-    options._timeout = limit
-    return ProcessGroupNCCL(store, rank, size, options)
+def _served_on(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """The device on which a channel of our own works: the host, if `group` uses gloo for such tensors."""
+    if is_on_host(group, device.type):
+        return HOST
+    return torch.device(device.type, torch.cuda.current_device()) if device.index is None else device
 
 
 def _backend_for(group: dist.ProcessGroup, device_type: str) -> str:
     """The backend that `group` uses for tensors of this kind."""
-    if device_type in ("cpu", MESSAGES):
+    if device_type == "cpu":
         return "gloo"
     if device_type not in {device.type for device in group._device_types}:
         raise ValueError(f"this process group has no backend for {device_type} tensors; move the tensor, or add one")

@@ -30,7 +30,7 @@ _SLOTS = (_NONCE_NBYTES, _NONCE_NBYTES + RECORD_NBYTES)
 
 
 class Phase(enum.IntEnum):
-    """Where in a step a rank is."""
+    """The part of a step in which a rank is."""
 
     COMPUTING = 0
     BACKWARD = 1
@@ -100,7 +100,7 @@ class Heartbeat:
 
 
 class OwnHeartbeat(Heartbeat):
-    """This rank's, in which it says where it is. Cheap: one write to memory."""
+    """This rank's page, in which it says where it is. Cheap: one write to memory."""
 
     def __init__(self) -> None:
         fd = os.memfd_create("gradsync-page", os.MFD_CLOEXEC)

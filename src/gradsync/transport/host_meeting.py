@@ -27,7 +27,7 @@ from gradsync.transport.connecting import Attempt
 from gradsync.transport.groups import Groups, fresh_prefix, give_prefix_back
 from gradsync.transport.heartbeat import Heartbeat, RankState, encode
 from gradsync.transport.host_processes import ended, is_gone, remember
-from gradsync.transport.peers import LocalPeer, Mailbox, Peer, RemotePeer
+from gradsync.transport.peers import LocalPeer, Peer, RemotePeer, RemoteStates
 
 _declared: str | None = None
 
@@ -39,7 +39,7 @@ def declare_host(name: str | None) -> None:
 
 
 def host_identity() -> str:
-    """Equal in two processes iff they may share a host: the same boot, the same pid and network namespaces.
+    """A text that two processes share iff they may share a host: one boot, one pid and network namespace.
 
     Containers count as hosts of their own, and so do network namespaces: what is meant to go over a slow link
     does not take a short cut through memory. Whether they do share one shows when they open each other's memory.
@@ -48,7 +48,7 @@ def host_identity() -> str:
 
 
 def kernel_identity() -> str:
-    """Equal in two processes iff the kernel shows both the same pids: then a number means the same process in both."""
+    """A text that two processes share iff the kernel shows both the same pids: a number is one process in both."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "net")]
@@ -62,11 +62,11 @@ _RECORDS, _SIGHTS, _BEATS = "record", "view", "beat"
 
 
 class GroupMeeting:
-    """Whom we met, the mailbox if anybody is out of view, and who shares a host; filled in while `hold` runs."""
+    """Whom we met, the remote states if anybody is out of view, and who shares a host; filled in while `hold` runs."""
 
     def __init__(self, groups: Groups, page: Heartbeat, own: Callable[[], RankState]) -> None:
         self.peers: dict[int, Peer] = {}  # by index in the group; replaced, never changed: another thread reads it
-        self.mailbox: Mailbox | None = None
+        self.remote_states: RemoteStates | None = None
         self.hosts: Hosts = ((groups.rank,),) if groups.size == 1 else ()
         self.absent: list[int] = []  # who has not come yet
         self._groups = groups
@@ -136,7 +136,7 @@ class GroupMeeting:
     def _compare_sights(
         self, store: Store, attempt: Attempt[Any], bound: AwakeClock, records: dict[int, bytes]
     ) -> None:
-        """PeerView may be one-sided: who is out of view for anybody must write to the store.
+        """Sight may be one-sided: who is out of view for anybody must write to the store.
 
         This also keeps every page open until everybody has looked.
         """
@@ -147,7 +147,7 @@ class GroupMeeting:
 
         def see(rank: int, row: bytes) -> None:
             rows[rank] = row
-            if not row[groups.rank] and self.mailbox is None:
+            if not row[groups.rank] and self.remote_states is None:
                 self._write_home(store, [])
 
         self._take(store, _SIGHTS, attempt, bound, see)
@@ -156,8 +156,10 @@ class GroupMeeting:
 
     def _write_home(self, store: Store, remote: Sequence[int]) -> None:
         """Begin to beat through the store, and to hear these."""
-        self.mailbox = mailbox = Mailbox(PrefixStore(_BEATS, store), self._groups.rank, remote, self._own)
-        self.peers = dict(sorted((self.peers | {rank: RemotePeer(mailbox, rank) for rank in remote}).items()))
+        self.remote_states = remote_states = RemoteStates(
+            PrefixStore(_BEATS, store), self._groups.rank, remote, self._own
+        )
+        self.peers = dict(sorted((self.peers | {rank: RemotePeer(remote_states, rank) for rank in remote}).items()))
 
     def _take(
         self,

@@ -20,23 +20,24 @@ import torch
 import torch.distributed as dist
 
 from gradsync.cluster import Hosts
-from gradsync.errors import NotEnoughMemory, SyncTimeout, listed
+from gradsync.errors import GradSyncError, NotEnoughMemory, SyncTimeout, listed
 from gradsync.kernels.library import MAX_RANKS, load
 from gradsync.plan.guard import Guard
-from gradsync.transport.abandoned import AbandonedLane, abandon, let_go
+from gradsync.transport.abandoned import AbandonedLane, abandon, end_later
 from gradsync.transport.connecting import Attempt
 from gradsync.transport.groups import Groups, group_of
 from gradsync.transport.lane_thread import LaneThread
 from gradsync.transport.liveness import Liveness
-from gradsync.transport.pending import BoardMessage, Collective, LaneTask, Pending
+from gradsync.transport.pending import BoardMessage, LaneTask, Pending, pending_of
 from gradsync.transport.session import Session
 from gradsync.transport.shared_memory import Team
+from gradsync.transport.stream_watch import StreamWatch
+from gradsync.transport.stream_work import StreamWork
 from gradsync.transport.waiting import LaneWait
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
-NET_S = 30.0  # our own bound expires first: nccl's is only the net below it
 _STORE_S = 5.0  # how much longer we wait for the store: a meeting has its own bound, and names who did not come
 _CLOSING_S = 1.0  # for a thread to end, after what it was handed
 
@@ -73,7 +74,7 @@ class Lane:
         self.at, self.place, self.fail = session.at, session.place, session.fail
         self.global_ranks, self.name_buckets, self.notice = session.global_ranks, session.name_buckets, session.notice
         self.warn_after = guard.warn_after  # seconds of waiting after which somebody is told
-        self._dates = threading.local()
+        self._thread_step = threading.local()
         self._timeout = timeout
         self._under_way: deque[Pending] = deque()  # oldest first: an error names the first bucket among them
         self._joining = threading.Lock()  # a thread of the exchange launches too
@@ -82,6 +83,8 @@ class Lane:
         self._within_hosts: list[Team] = []  # our team, where there is one
         self._boards: Team | None = None  # by whose boards messages to all go: one must be read before the next
         self._wait = LaneWait(session, guard.warn_after, self._under_way, self._within_hosts, more_time)
+        self._stream_watch = StreamWatch(session, self._under_way, self._wait, timeout)
+        liveness.each_tick(self._stream_watch.look)
         self.has_library = True  # the C library, on every rank
         self.lacks = ""  # why there is no team though ranks share a host
         ours = weakref.WeakMethod(self.connect)  # the groups must not keep the lane
@@ -91,7 +94,7 @@ class Lane:
             self._under_way, groups, self._within_hosts, self._lane_threads, liveness, os.getpid()
         )
         self._end = weakref.finalize(self, abandon, abandoned)
-        self._dropped = weakref.finalize(self, let_go, abandoned, timeout)  # the later one is called first
+        self._dropped = weakref.finalize(self, end_later, abandoned, timeout)  # the later one is called first
         self._dropped.atexit = False
 
     @property
@@ -173,34 +176,36 @@ class Lane:
     # Launching
 
     @property
-    def today(self) -> int:
+    def current_step(self) -> int:
         """The step that a message launched now belongs to: by it ranks of one exchange know each other."""
-        date: int | None = getattr(self._dates, "step", None)
+        date: int | None = getattr(self._thread_step, "step", None)
         return self.session.step if date is None else date
 
     @contextmanager
-    def dated(self, step: int) -> Iterator[None]:
+    def at_step(self, step: int) -> Iterator[None]:
         """What this thread launches inside belongs to `step`, though the training loop may be further by now."""
-        before, self._dates.step = getattr(self._dates, "step", None), step
+        before, self._thread_step.step = getattr(self._thread_step, "step", None), step
         try:
             yield
         finally:
-            self._dates.step = before
+            self._thread_step.step = before
 
-    def launch(
-        self, issue: Callable[[], dist.Work], what: str, nbytes: int, bucket: int = -1, on_host: bool = True
-    ) -> Pending:
+    def launch(self, issue: Callable[[], dist.Work | StreamWork], what: str, nbytes: int, bucket: int = -1) -> Pending:
         """Issue a collective now; `what` is how an error names it."""
         try:
-            pending = Collective(issue(), what, nbytes, bucket, on_host)
+            pending = pending_of(issue(), what, nbytes, bucket)
         except RuntimeError as error:
+            self._raise_if_doomed()
             self._wait.fail(what, bucket, error)
-        return self.follow(pending) if on_host else pending
+        return self.follow(pending)
 
     def follow(self, pending: Pending) -> Pending:
         """Know of what somebody else has launched: an error may name it, and at the end it is not left alone."""
         with self._joining:
-            while self._under_way and (self._under_way[0].succeeded or self._under_way[0].refused):
+            while self._under_way:
+                oldest = self._under_way[0]
+                if not (oldest.succeeded or oldest.refused or (not oldest.on_host and oldest.landed(0))):
+                    break
                 self._under_way.popleft()
             self._under_way.append(pending)
         return pending
@@ -242,25 +247,34 @@ class Lane:
 
         `timeout` in seconds, where it is not the lane's own.
         """
+        if self.session.doomed is not None:
+            self._raise_if_doomed()
         if pending.on_host and not pending.landed(pending.patience_s):
             self._wait.until(pending, self._timeout if timeout is None else timeout)
         try:
             pending.settle()
+        except GradSyncError:
+            raise  # it says itself what was wrong, and where
         except RuntimeError as error:
             self._wait.fail(pending.what, pending.bucket, error)
 
-    def run(self, issue: Callable[[], dist.Work], what: str, on_host: bool = True) -> None:
+    def run(self, issue: Callable[[], dist.Work | StreamWork], what: str) -> None:
         """Launch and wait."""
-        self.wait(self.launch(issue, what, 0, on_host=on_host))
+        self.wait(self.launch(issue, what, 0))
 
     @property
     def idle(self) -> bool:
         """Whether nothing is under way."""
         return all(pending.landed(0) for pending in list(self._under_way))
 
-    def close(self, together: bool) -> None:
-        """Leave; `together` if all ranks came to this, so that nothing is under way."""
+    def close(self, together: bool) -> GradSyncError | None:
+        """Leave; `together` if all ranks came to this, so that nothing is under way on the host.
+
+        Returns what befell a collective that the GPU was still in: what this rank has of it is worth nothing.
+        """
         self._dropped.detach()
+        lost = self._end_of_streams(together) if self.groups.on_streams else None
+        together = together and lost is None
         self.liveness.close()
         if together:
             for lane_thread in self._lane_threads:
@@ -268,6 +282,25 @@ class Lane:
             self.groups.close()
             self._under_way.clear()
             self._end()
+        return lost
+
+    def _raise_if_doomed(self) -> None:
+        if self.session.doomed is not None:
+            raise self.session.doomed
+
+    def _end_of_streams(self, together: bool) -> GradSyncError | None:
+        """Wait until no rank's GPU is in a collective any more: only then may a communicator go."""
+        try:
+            self._raise_if_doomed()
+            if self.session.failed is None:
+                for pending in list(self._under_way):
+                    if not pending.on_host and not pending.landed(pending.patience_s):
+                        self._wait.until(pending, self._timeout)
+                if together:
+                    self.exchange(b".", "the end of the last collective")
+        except GradSyncError as error:
+            return error
+        return None
 
     def give_up(self, error: BaseException) -> None:
         """This rank left something in its middle: the lane is of no more use, to anybody."""

@@ -26,7 +26,7 @@ class LaneThread:
         self._tasks.put(task)
 
     def close(self, timeout_s: float) -> None:
-        """Stop after what was handed over; a thread that is stuck in a backend is left to its fate."""
+        """Stop after what was handed over; a thread that is stuck in a backend is left alone."""
         if self._thread is not None:
             self._tasks.put(None)
             if self._thread is not threading.current_thread():  # the garbage collector may run anywhere

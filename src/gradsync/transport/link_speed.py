@@ -10,7 +10,8 @@ from statistics import median
 import torch
 
 from gradsync.cluster import Link
-from gradsync.transport.groups import MESSAGES, Channel
+from gradsync.transport.gloo_channel import GlooChannel
+from gradsync.transport.groups import MESSAGES
 from gradsync.transport.lane import Lane
 
 _PINGS = 7
@@ -33,7 +34,7 @@ def measure_pairs(lane: Lane, pairs: Sequence[tuple[int, int]]) -> list[Link]:
     figures = [(0.0, 0.0)]
 
     def talk() -> None:
-        channel, me = lane.groups.data[MESSAGES], lane.groups.rank
+        channel, me = lane.groups.gloo(MESSAGES), lane.groups.rank
         for first, second in pairs:
             if me == first:
                 figures[0] = _ask(channel, second)
@@ -45,7 +46,7 @@ def measure_pairs(lane: Lane, pairs: Sequence[tuple[int, int]]) -> list[Link]:
     return [Link(*rows[first]) for first, _ in pairs]
 
 
-def _ask(channel: Channel, peer: int) -> tuple[float, float]:
+def _ask(channel: GlooChannel, peer: int) -> tuple[float, float]:
     """Latency and bandwidth: half of a ping's way there and back, and what a load takes longer than that."""
     ping, load = (
         torch.zeros(1, dtype=torch.uint8, device="cpu"),
@@ -57,14 +58,14 @@ def _ask(channel: Channel, peer: int) -> tuple[float, float]:
     return latency_s, LOAD_NBYTES / max(min(loads[1:]) - 2 * latency_s, 1e-9)
 
 
-def _there_and_back(channel: Channel, peer: int, out: torch.Tensor, back: torch.Tensor) -> float:
+def _there_and_back(channel: GlooChannel, peer: int, out: torch.Tensor, back: torch.Tensor) -> float:
     start = time.perf_counter()
     channel.send(out, peer, _TAG).wait()
     channel.recv(back, peer, _TAG).wait()
     return time.perf_counter() - start
 
 
-def _answer(channel: Channel, peer: int) -> None:
+def _answer(channel: GlooChannel, peer: int) -> None:
     ping, load = (
         torch.zeros(1, dtype=torch.uint8, device="cpu"),
         torch.zeros(LOAD_NBYTES, dtype=torch.uint8, device="cpu"),

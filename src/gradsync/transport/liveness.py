@@ -20,6 +20,7 @@ Note [Late is not dead]
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
@@ -33,10 +34,11 @@ from gradsync.plan.guard import Guard
 from gradsync.transport.awake_clock import AwakeClock
 from gradsync.transport.blame import PeerView, blame, lost, stopped
 from gradsync.transport.connecting import Attempt
+from gradsync.transport.cuda_driver import only_look_on
 from gradsync.transport.groups import Groups
 from gradsync.transport.heartbeat import INITIAL, OwnHeartbeat, Phase, RankState
 from gradsync.transport.host_meeting import GroupMeeting
-from gradsync.transport.peers import LocalPeer, Mailbox, Peer, RemotePeer
+from gradsync.transport.peers import LocalPeer, Peer, RemotePeer, RemoteStates
 
 _TICK_S = 0.25
 _HELD_S = 2 * _TICK_S  # without a beat, though its process runs: then we speak for it
@@ -58,6 +60,7 @@ class Liveness:
         self._may_end: Callable[[], bool] = _now  # when it was orphaned: whether the thread may end,
         self._last_act: Callable[[], None] = _nothing  # and what it does then
         self._curious = False
+        self._each_tick: Callable[[], Callable[[], None] | None] = lambda: None
         me = weakref.ref(self)  # with more, the two would keep each other, and the store, until a collection
         self._meeting = GroupMeeting(groups, self.heartbeat, lambda: _state_of(me()))
         self._stop = threading.Event()
@@ -91,8 +94,19 @@ class Liveness:
         return self._meeting.peers
 
     @property
-    def _mailbox(self) -> Mailbox | None:
-        return self._meeting.mailbox
+    def _remote_states(self) -> RemoteStates | None:
+        return self._meeting.remote_states
+
+    def each_tick(self, look: Callable[[], None]) -> None:
+        """Have the thread call this method four times a second, while its object lives."""
+        self._each_tick = weakref.WeakMethod(look)
+
+    def _tick(self) -> None:
+        """Call what was asked for, and keep nothing of it; whatever it raises, the beat goes on."""
+        look = self._each_tick()
+        if look is not None:
+            with contextlib.suppress(Exception):
+                look()
 
     # What this rank says
 
@@ -104,26 +118,26 @@ class Liveness:
     def at(self, step: int, phase: Phase, bucket: int = -1, culprits: tuple[int, ...] = ()) -> None:
         """Say where this rank is, and that soon, if it is no more in its steps."""
         self.heartbeat.at(step, phase, bucket, culprits)
-        if self._mailbox is not None and phase >= Phase.FAILED:
-            self._mailbox.tell_at_once()
+        if self._remote_states is not None and phase >= Phase.FAILED:
+            self._remote_states.tell_at_once()
 
     # What this rank sees
 
     def watch(self, waiting: bool) -> None:
         """Tell whether somebody waits: remote peers are read only then."""
         self._curious = waiting
-        if self._mailbox is not None:
-            self._mailbox.watch(waiting)
+        if self._remote_states is not None:
+            self._remote_states.watch(waiting)
 
     def peer_views(self) -> dict[int, PeerView]:
         """Every other rank, as it is just now."""
         return self._look(self._guard.dead_after)
 
     def investigate(self) -> tuple[list[int], dict[int, PeerView]]:
-        """After the transport failed: wait a moment for the facts, then say whose fault it was, and what was seen."""
+        """Wait a moment for the facts after the transport failed; then say whose fault it was, and what was seen."""
         self.watch(True)
-        if self._mailbox is not None:
-            self._mailbox.tell_at_once()
+        if self._remote_states is not None:
+            self._remote_states.tell_at_once()
         clock = AwakeClock()
         while (waited := clock.look()) < _REPORT_S:
             views = self.peer_views()
@@ -177,11 +191,11 @@ class Liveness:
             self.at(self.state.step, Phase.LEFT if getattr(sys, "last_value", None) is None else Phase.FAILED)
 
     def _stay_with_the_store(self) -> None:
-        """Where the store ends with rank 0, this waits a moment for the others to read there whom it lost.
+        """Wait a moment where the store ends with rank 0, so that the others read there whom it lost.
 
         Else the first to notice a death would be blamed by the last, which hears nothing of anybody any more.
         """
-        keeps = self._mailbox is not None and self._groups.ranks[self._groups.rank] == 0
+        keeps = self._remote_states is not None and self._groups.ranks[self._groups.rank] == 0
         if not keeps or self.state.phase != Phase.LOST_PEER or threading.current_thread() is self._thread:
             return
         self.watch(True)
@@ -191,8 +205,8 @@ class Liveness:
 
     def _finish(self) -> None:
         atexit.unregister(self.close)
-        if self._mailbox is not None:
-            self._mailbox.close()
+        if self._remote_states is not None:
+            self._remote_states.close()
         self._closed = True
         for peer in self._peers.values():
             peer.close()
@@ -202,7 +216,9 @@ class Liveness:
         """Every other rank as it is just now, with a bound for those whose death nobody here can see."""
         if self._closed:
             return {}
-        keeper = self._store_keeper() if self._mailbox and self._mailbox.mute_s >= remote_silent_after else None
+        keeper = (
+            self._store_keeper() if self._remote_states and self._remote_states.mute_s >= remote_silent_after else None
+        )
         views = {}
         for rank, peer in self._peers.items():
             silent_after = remote_silent_after if isinstance(peer, RemotePeer) else self._guard.dead_after
@@ -211,13 +227,13 @@ class Liveness:
             views[rank] = PeerView(peer.look(), peer.dead(), (silent and not held_s) or rank == keeper, held_s)
         return views
 
-    def _speak_for_the_held(self, mailbox: Mailbox) -> None:
+    def _speak_for_the_held(self, remote_states: RemoteStates) -> None:
         """Leave word in the store for ranks of this host that run though they are silent: see [Late is not dead]."""
         for rank, peer in self._peers.items():
             if isinstance(peer, LocalPeer) and peer.silent_s >= _HELD_S and peer.runs():
                 state = peer.look()
                 # Any beat that its readers have not just seen; its own next one differs too.
-                mailbox.speak_for(rank, state._replace(beat=state.beat + (self.state.beat << 32)))
+                remote_states.speak_for(rank, state._replace(beat=state.beat + (self.state.beat << 32)))
 
     def _store_keeper(self) -> int | None:
         """The rank that goes down with the store: rank 0 keeps it, or is on the host of the agent that does."""
@@ -226,18 +242,20 @@ class Liveness:
 
     def _beat(self) -> None:
         clock = AwakeClock()
+        only_look_on()
         while not self._stop.wait(_TICK_S):
             if self._orphaned and self._may_end():
                 break
             elapsed = clock.tick()  # however long it was, a second at most: see [Time awake]
             self.heartbeat.beat()
-            if self._mailbox is not None:
-                self._mailbox.watch(self._curious)  # it may have been made while somebody waits already
-                self._mailbox.listen(elapsed)
+            if self._remote_states is not None:
+                self._remote_states.watch(self._curious)  # it may have been made while somebody waits already
+                self._remote_states.listen(elapsed)
             for peer in self._peers.values():
                 peer.listen(elapsed)
-            if self._mailbox is not None:
-                self._speak_for_the_held(self._mailbox)
+            if self._remote_states is not None:
+                self._speak_for_the_held(self._remote_states)
+            self._tick()
         if self._orphaned:
             self._leave()  # the others know before a connection ends
             self._last_act()  # the process does not exit meanwhile: `close` waits for this thread

@@ -1,12 +1,12 @@
 """How to see one peer of this host: by its page, and by a pidfd that tells of its death at once.
 
 A peer is anything with `look()`, `dead()`, `listen()`, `silent_s` and `close()`; `liveness` watches a set of
-them. Peers on other hosts are in `mailbox`.
+them. Peers on other hosts are in `RemoteStates`.
 
 Peers of other hosts, seen through the rendezvous store by a thread of its own.
 
 Store calls may block far beyond their timeouts when the store's host is gone, so no other thread ever makes
-one: a stuck mailbox only means that nothing is heard any more, and `mute_s` tells for how long.
+one: a stuck thread here only means that nothing is heard any more, and `mute_s` tells for how long.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Peer(Protocol):
         """Seconds without a beat, of those in which this process itself was awake."""
 
     def look(self) -> RankState:
-        """What it last said of itself."""
+        """What the peer last said of itself."""
 
     def runs(self) -> bool:
         """Whether its process is known to run though it is silent: see [Late is not dead] in `liveness`."""
@@ -95,11 +95,11 @@ _PERIOD_S, _MAX_PERIOD_S = 0.5, 8.0
 _CLOSING_S = 2.0
 
 
-class Mailbox:
+class RemoteStates:
     """Writes our state to the store, and reads that of remote peers while somebody is curious."""
 
     def __init__(self, store: Store, rank: int, remote: Sequence[int], own: Callable[[], RankState]) -> None:
-        """In `store` everybody's first state is there already, so that nobody waits for it."""
+        """The `store` holds everybody's first state already, so that nobody waits for it."""
         self.states: dict[int, RankState] = dict.fromkeys(remote, INITIAL)
         self.rounds = 0  # how often all peers were read
         self.mute_s = 0.0
@@ -114,7 +114,7 @@ class Mailbox:
         self._stop = False
         self._wake = threading.Event()
         self._post()
-        self._thread = threading.Thread(target=self._run, name="gradsync-mailbox", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="gradsync-remote-states", daemon=True)
         self._thread.start()
 
     def watch(self, curious: bool) -> None:
@@ -132,7 +132,7 @@ class Mailbox:
         self._wake.set()
 
     def listen(self, elapsed_s: float) -> None:
-        """After every tick of our own: notice whether the store still answers."""
+        """Notice after every tick of our own whether the store still answers."""
         answered = self.rounds != self._heard
         self._heard = self.rounds
         self.mute_s = self.mute_s + elapsed_s if self._curious and not answered else 0.0
@@ -175,15 +175,15 @@ class Mailbox:
 
 
 class RemotePeer:
-    """A rank of another host, as the mailbox last saw it."""
+    """A rank of another host, as the store last showed it."""
 
-    def __init__(self, mailbox: Mailbox, rank: int) -> None:
+    def __init__(self, remote_states: RemoteStates, rank: int) -> None:
         self.silent_s = 0.0
-        self._mailbox = mailbox
+        self._mailbox = remote_states
         self._rank = rank
         self._beat = -1
         self._round = 0
-        self._unheard_s = 0.0  # since the mailbox last read it
+        self._unheard_s = 0.0  # since the remote_states last read it
 
     def look(self) -> RankState:
         return self._mailbox.states[self._rank]

@@ -1,12 +1,12 @@
 """What is under way: a pending for each, whatever moves it.
 
-    Collective    a backend's own, on its threads or streams
+    Collective    gloo's own, on its threads
+    OnStream      what was issued to a stream of a GPU
     ByWorker      an operation in shared memory, a sum say, by the team's worker
     ByCaller      an operation in shared memory, done by whoever waits for it
     BoardMessage  a message from each to all on the team's boards
     Promise       what a thread of ours will finish: a bucket's rounds, say
     LaneTask      a Python function on the lane's thread
-    OnStream      messages between GPUs, on a stream of their own
 
 `landed(slice_s)` waits for at most a slice and tells whether it has ended; `settle()` then raises what went
 wrong, or orders streams.
@@ -25,7 +25,11 @@ import torch
 import torch.distributed as dist
 
 from gradsync.kernels.library import Op
+from gradsync.transport.awake_clock import AwakeClock
 from gradsync.transport.shared_memory import Team
+from gradsync.transport.stream_work import StreamWork
+
+_LOOK_S = 0.002  # between two looks at a GPU
 
 
 class Pending(ABC):
@@ -53,19 +57,17 @@ class Pending(ABC):
 
     @abstractmethod
     def settle(self) -> None:
-        """After it has landed: raise RuntimeError if it failed."""
+        """Raise RuntimeError if it failed; called after it has landed."""
 
 
 class Collective(Pending):
-    """A collective of a backend."""
+    """A collective of gloo."""
 
-    def __init__(self, work: dist.Work, what: str, nbytes: int, bucket: int, on_host: bool) -> None:
+    def __init__(self, work: dist.Work, what: str, nbytes: int, bucket: int) -> None:
         super().__init__(what, nbytes, bucket)
-        self.on_host = on_host
         self._work = work
         self._done = threading.Event()
-        if on_host:
-            work.get_future().add_done_callback(self._completed)
+        work.get_future().add_done_callback(self._completed)
 
     def _completed(self, future: Any) -> None:
         self.finished_at = time.perf_counter()
@@ -79,6 +81,34 @@ class Collective(Pending):
 
     def settle(self) -> None:
         self._work.wait()
+
+
+class OnStream(Pending):
+    """A collective, or messages, on a stream of a GPU: whoever settles it has the current stream wait, not the host."""
+
+    on_host = False
+
+    def __init__(self, work: StreamWork, what: str, nbytes: int, bucket: int) -> None:
+        super().__init__(what, nbytes, bucket)
+        self._work = work
+
+    def landed(self, slice_s: float) -> bool:
+        self.succeeded = self.succeeded or self._work.landed()
+        if not self.succeeded and slice_s > 0:
+            bound = AwakeClock(slice_s)
+            while not self.succeeded and not bound.over():
+                time.sleep(_LOOK_S)
+                self.succeeded = self._work.landed()
+        return self.succeeded
+
+    def settle(self) -> None:
+        self._work.wait()
+
+
+def pending_of(work: dist.Work | StreamWork, what: str, nbytes: int, bucket: int) -> Pending:
+    """A channel's work, as something that can be waited for."""
+    kind = OnStream if isinstance(work, StreamWork) else Collective
+    return kind(work, what, nbytes, bucket)  # type: ignore[arg-type]
 
 
 class _TeamPending(Pending):
@@ -159,7 +189,7 @@ class Promise(Pending):
         self._after = after
 
     def finish(self, error: Exception | None = None) -> None:
-        """It has ended: well, or by this error."""
+        """The work has ended: well, or by this error."""
         self._error = error
         self.succeeded = error is None
         self.finished_at = time.perf_counter()
@@ -182,7 +212,7 @@ class LaneTask(Promise):
         self._run = run
 
     def go(self, broken: Exception | None) -> Exception | None:
-        """On the lane's thread: run, unless an earlier one failed; the error there was."""
+        """Run on the lane's thread, unless an earlier one failed; return the error there was."""
         failed: Exception | None = None
         try:
             if broken is not None:
@@ -193,28 +223,6 @@ class LaneTask(Promise):
         self._run = _nothing  # what it holds (tensors, say) is free now
         self.finish(failed)
         return failed
-
-
-class OnStream(Pending):
-    """What was issued to a side stream of a GPU, after all that the current stream does so far."""
-
-    on_host = False
-
-    def __init__(self, flat: torch.Tensor, issue: Callable[[], None], what: str, nbytes: int, bucket: int) -> None:
-        super().__init__(what, nbytes, bucket)
-        self._device = flat.device
-        stream = torch.cuda.Stream(flat.device)
-        stream.wait_stream(torch.cuda.current_stream(flat.device))
-        with torch.cuda.stream(stream):
-            issue()
-        flat.record_stream(stream)
-        self._stream = stream
-
-    def landed(self, slice_s: float) -> bool:
-        return True
-
-    def settle(self) -> None:
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 def _nothing() -> None: ...

@@ -33,7 +33,7 @@ Exchange = Callable[[bytes], list[bytes]]
 
 
 class Segment:
-    """Where the peers' pieces lie in this process; it lives as long as any tensor in this rank's own piece."""
+    """The places in this process of the peers' pieces; it lives as long as any tensor in this rank's own piece."""
 
     def __init__(self, views: list[torch.Tensor], local_rank: int, number: int) -> None:
         self.local_rank = local_rank
@@ -49,7 +49,7 @@ class Segment:
         return self._addresses[self.local_rank]
 
     def bases(self, offset: int) -> ctypes.Array[ctypes.c_void_p]:
-        """Where the part at `offset` lies of every rank's piece, in rank order."""
+        """The addresses of the part at `offset` in every rank's piece, in rank order."""
         found = self._bases.get(offset)
         if found is None:
             found = (ctypes.c_void_p * len(self._addresses))(*(address + offset for address in self._addresses))
@@ -73,7 +73,7 @@ class _Mapping:
         self._buffer = buffer
 
     def view(self) -> torch.Tensor:
-        """Its bytes. The tensor holds the buffer, and nothing else does for long."""
+        """The piece's bytes. The tensor holds the buffer, and nothing else does for long."""
         return torch.frombuffer(self._buffer, dtype=torch.uint8)
 
     def hold(self, segment: Segment) -> None:

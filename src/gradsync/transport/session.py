@@ -12,7 +12,7 @@ count of steps. The peers read on this rank's page what it says here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 from gradsync.errors import BackwardAborted, Disagreement, GradSyncError, NonFinite, PeerFault, listed, place
@@ -20,6 +20,16 @@ from gradsync.transport.blame import PeerViews, describe_peer, is_lost
 from gradsync.transport.groups import Groups
 from gradsync.transport.heartbeat import Phase, RankState
 from gradsync.transport.liveness import Liveness
+
+
+@contextmanager
+def giving_up(give_up: Callable[[BaseException], object]) -> Iterator[None]:
+    """Whatever is raised inside is told to `give_up` first."""
+    try:
+        yield
+    except BaseException as error:
+        give_up(error)
+        raise
 
 
 class Position:
@@ -42,7 +52,7 @@ class Position:
         return place(self._rank, self._size, self.step, bucket if bucket >= 0 else None)
 
 
-class Goodbye(NamedTuple):
+class LeaveResult(NamedTuple):
     """How the ranks parted."""
 
     together: bool  # nothing is under way, on any rank
@@ -59,6 +69,7 @@ class Session(Position):
         self._heartbeat = liveness.heartbeat
         self.failed: str | None = None  # the kind of error by which this rank gave up
         self.stuck_bucket: int | None = None  # what was under way then
+        self.doomed: GradSyncError | None = None  # what another thread found, for the one that trains to raise
         self.describe: Callable[[int], str] = lambda bucket: f"bucket {bucket}"
         self.noticed: Callable[[str, list[int]], None] = _ignore
 
@@ -74,11 +85,15 @@ class Session(Position):
         """This rank gives up while it waits for that bucket, if for any."""
         self.stuck_bucket = bucket if bucket >= 0 else None
 
+    def doom(self, error: GradSyncError) -> None:
+        """Another thread has given up: the next wait raises this."""
+        self.doomed = error
+
     # What this rank says of itself
 
     @property
     def said(self) -> RankState:
-        """The last of it."""
+        """What this rank said last."""
         return self._heartbeat.state
 
     def at(self, phase: Phase, bucket: int = -1) -> None:
@@ -123,16 +138,12 @@ class Session(Position):
         self.failed = type(error).__name__
         if not isinstance(error, PeerFault):
             self.fail()
+        self.groups.abort()
         return True
 
-    @contextmanager
-    def failing(self) -> Iterator[None]:
-        """Around what the other ranks take part in."""
-        try:
-            yield
-        except BaseException as error:
-            self.give_up(error)
-            raise
+    def failing(self) -> AbstractContextManager[None]:
+        """Give up if what the other ranks take part in raises."""
+        return giving_up(self.give_up)
 
     def next_call(self, what: str, before: str) -> None:
         """A collective of the user's own is a step; raises if an earlier `before` gave up."""
@@ -143,22 +154,22 @@ class Session(Position):
             )
         self.step += 1
 
-    def goodbye(self, meet: Callable[[], object]) -> Goodbye:
+    def goodbye(self, meet: Callable[[], object]) -> LeaveResult:
         """Wait in `meet` until every rank is here, so that nobody closes a connection another still reads.
 
         Who is gone is not missed; but ranks that go on without this one are a mistake that all hear of.
         """
         if self.failed is not None:
-            return Goodbye(False, None)
+            return LeaveResult(False, None)
         try:
             meet()
         except (BackwardAborted, NonFinite):
             pass  # of a step alone, and on all ranks
         except Disagreement as error:
-            return Goodbye(False, error)
+            return LeaveResult(False, error)
         except GradSyncError:
-            return Goodbye(False, None)
-        return Goodbye(True, None)
+            return LeaveResult(False, None)
+        return LeaveResult(True, None)
 
 
 def _ignore(_: str, __: list[int]) -> None: ...

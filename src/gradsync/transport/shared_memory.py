@@ -91,7 +91,7 @@ class Team:
         return memory
 
     def locate(self, flat: torch.Tensor) -> tuple[Segment, int] | None:
-        """In which segment `flat` lies, and where; None if it does not lie in the team's memory."""
+        """The segment in which `flat` lies, and where; None if it does not lie in the team's memory."""
         pointer = flat.data_ptr()
         for begin, segment in self._segments.items():
             if begin <= pointer < begin + segment.nbytes:

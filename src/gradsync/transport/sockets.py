@@ -1,7 +1,7 @@
 """The TCP connections of our own groups, so that what is under way on them can be ended.
 
 Gloo cannot abort a collective, and one that fails while the interpreter shuts down takes the process with it
-(a crash instead of an exit code). Cut wires make it fail at once, while there still is an interpreter.
+(a crash instead of an exit code). Cut connections make it fail at once, while there still is an interpreter.
 
 What each of our TCP connections has carried so far, as the kernel counts it.
 
@@ -31,7 +31,7 @@ def connections() -> frozenset[tuple[int, str]]:
 
 
 def listeners() -> frozenset[tuple[str, int]]:
-    """Where this process listens for TCP connections."""
+    """The addresses where this process listens for TCP connections."""
     found = set()
     for fd, _ in _sockets():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as door:
@@ -44,9 +44,9 @@ def _listens(door: socket.socket) -> bool:
     return door.type == socket.SOCK_STREAM and bool(door.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
-def cut(wires: Iterable[tuple[int, str]]) -> None:
+def cut(sockets: Iterable[tuple[int, str]]) -> None:
     """End these connections, as far as they still exist."""
-    for fd, _ in set(wires) & set(_sockets()):
+    for fd, _ in set(sockets) & set(_sockets()):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as wire:
             wire.shutdown(socket.SHUT_RDWR)
 
@@ -86,10 +86,10 @@ class SocketReading(NamedTuple):
     retransmits: int
 
 
-def read_meters(wires: Iterable[tuple[int, str]]) -> dict[str, SocketReading]:
+def read_sockets(sockets: Iterable[tuple[int, str]]) -> dict[str, SocketReading]:
     """A reading of each socket that still exists, by its kernel's name; nothing where the kernel does not tell."""
     readings = {}
-    for fd, name in wires:
+    for fd, name in sockets:
         with contextlib.suppress(OSError, struct.error):
             if os.readlink(f"/proc/self/fd/{fd}") == name:
                 with socket.socket(fileno=os.dup(fd)) as wire:

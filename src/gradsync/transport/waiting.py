@@ -29,7 +29,7 @@ from gradsync.transport.session import Session
 from gradsync.transport.shared_memory import Team
 
 _SLICE_S = 0.1
-_GRACE_S = 1.0  # for our data to arrive after a peer gave up or left: it may have sent all of it before
+GRACE_S = 1.0  # for our data to arrive after a peer gave up or left: it may have sent all of it before
 
 Awaited = TypeVar("Awaited")
 
@@ -56,7 +56,7 @@ class BoundedWait(ABC, Generic[Awaited]):
                 self.lose(culprits, views, awaited)
             if suspects := stopped(views):
                 stopped_at = waited if stopped_at is None else stopped_at
-                if waited - stopped_at >= _GRACE_S:
+                if waited - stopped_at >= GRACE_S:
                     self.lose(self.blamed(views, suspects), views, awaited)
             if waited >= timeout:
                 self.lose_patience(views, awaited, waited)
@@ -75,7 +75,7 @@ class BoundedWait(ABC, Generic[Awaited]):
     @property
     @abstractmethod
     def step(self) -> int:
-        """Who is past this step is excused."""
+        """The step of this wait: who is past it is excused."""
 
     def between_slices(self, awaited: Awaited) -> None:
         """Raise what else ends such a wait."""
@@ -166,6 +166,7 @@ class LaneWait(BoundedWait[Pending]):
         others = [rank for rank in culprits if rank != session.groups.rank]
         missing = any(is_lost(views, rank) for rank in others)
         session.fail(tuple(culprits), lost=missing)
+        session.groups.abort()
         for team in self._within_hosts:
             team.abandon()
         bucket, name = self._stuck(what, bucket)

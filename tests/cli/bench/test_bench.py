@@ -80,12 +80,11 @@ def test_peers_are_always_there_and_arms_suit_the_hosts() -> None:
     assert choose_variants(None, one_host=True, mpi=True) == ("gloo", "mpi", "shared", "any")
     assert choose_variants(None, one_host=False, mpi=False) == ("gloo", "hierarchical", "ring", "auto")
     assert choose_variants(parse_variants("tree,gloo,tree"), one_host=True, mpi=False) == ("gloo", "tree")
-    assert set(choose_variants(parse_variants("all"), one_host=True, mpi=True)) == set(VARIANTS)
-    assert set(choose_variants(parse_variants("all"), one_host=False, mpi=False)) == set(VARIANTS) - {
-        "mpi",
-        "shared",
-        "any",
-    }
+    assert choose_variants(None, one_host=True, mpi=False, gpus=True) == ("nccl", "auto", "ring")
+    every, host_memory = parse_variants("all"), {"gloo", "mpi", "shared", "any"}
+    assert set(choose_variants(every, one_host=True, mpi=True)) == set(VARIANTS) - {"nccl"}
+    assert set(choose_variants(every, one_host=False, mpi=False)) == set(VARIANTS) - {"nccl", "mpi", "shared", "any"}
+    assert set(choose_variants(every, one_host=True, mpi=False, gpus=True)) == set(VARIANTS) - host_memory
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,8 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run_tiny(capsys: pytest.CaptureFixture[str], **options: Any) -> Any:
     """The command on a model of a few thousand parameters; its JSON."""
-    usual = {"ranks": 2, "steps": None, "kill": None, "slow": None, "slow_link": None, "json": True, "shape": TINY}
-    assert demo.run(argparse.Namespace(**usual | options)) == 0
+    usual = {"ranks": 2, "kill": None, "slow": None, "slow_link": None, "share_gpus": False, "json": True}
+    assert demo.run(argparse.Namespace(**{"steps": None, "shape": TINY} | usual | options)) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -62,7 +62,7 @@ def run_tiny(capsys: pytest.CaptureFixture[str], **options: Any) -> Any:
         (["demo", "--kill", "2"], "gradsync demo: --kill 2 names no rank: with --ranks 2 they are 0 to 1"),
         (["demo", "--slow", "2"], "gradsync demo: --slow 2 names no rank: with --ranks 2 they are 0 to 1"),
         (["demo", "--slow", "1", "--kill", "1"], "gradsync demo: --slow is a story of its own: leave out --kill and"),
-        (["demo", "--speed"], "gradsync: unrecognized arguments: --speed"),
+        (["demo", "--speed"], "gradsync demo: unrecognized arguments: --speed; see gradsync demo --help"),
     ],
 )
 def test_bad_input_ends_with_2_and_one_sentence(
@@ -232,7 +232,7 @@ def test_another_process_at_work_is_noticed_and_nothing_is_concluded(
             told = run_tiny(capsys, steps=40)
             assert told["busy_cores_of_others"] > 0.2
             options = {"ranks": 2, "steps": 40, "kill": None, "slow": None, "slow_link": None, "json": False}
-            assert demo.run(argparse.Namespace(**options, shape=TINY)) == 0
+            assert demo.run(argparse.Namespace(**options, share_gpus=False, shape=TINY)) == 0
         finally:
             busy.kill()
     words = " ".join(capsys.readouterr().out.split())

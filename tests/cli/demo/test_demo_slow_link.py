@@ -245,7 +245,7 @@ def test_gradients_go_over_the_link(
     monkeypatch.setattr(local_ranks, "RankPool", partial(RankPool, context=warm))
     before = _links()
     options = {"ranks": 2, "kill": None, "slow": None, "slow_link": RATE, "steps": 6, "json": True, "shape": SMALL}
-    assert demo.run(argparse.Namespace(**options)) == 0
+    assert demo.run(argparse.Namespace(**options, share_gpus=False)) == 0
     told = json.loads(capsys.readouterr().out)
     facts = ["command", "rate", "threads_per_rank", "steps", "num_parameters", "arms"]
     assert list(told) == [*facts, "busy_cores_of_others", "cores"]

@@ -39,7 +39,7 @@ def test_ranks_of_one_host_measure_a_ring_and_all_get_the_same(run: Callable[...
     for ranks in (2, 3):
         measured = run(measure_as_rank, measure_links, 3, True, ranks=ranks)
         assert all(each == measured[0] for each in measured)
-        assert [wire.bandwidth > 0 for wire in measured[0].wires] == [True] * (1 if ranks == 2 else ranks)
+        assert [link.bandwidth > 0 for link in measured[0].links] == [True] * (1 if ranks == 2 else ranks)
         assert not measured[0].across
         assert check_links(measured[0], [Facts()])[0].grade == Grade.OK
 

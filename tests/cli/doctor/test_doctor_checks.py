@@ -210,6 +210,12 @@ def test_nothing_is_wrong_with_a_sound_cluster() -> None:
             "torchrun --nproc-per-node=2",
         ),
         (
+            cluster(gpus=GPUS, device=0, backends=["gloo", "nccl"], variables={"GRADSYNC_SHARE_GPUS": "1"}),
+            "NOTE",
+            "ranks 0 and 1 share a GPU",
+            "unset GRADSYNC_SHARE_GPUS",
+        ),
+        (
             cluster(gpus=GPUS, topology=TOPOLOGY, backends=["gloo", "nccl"]),
             "NOTE",
             "GPUs of different processors",
@@ -303,16 +309,16 @@ def test_what_is_not_odd_is_let_be(facts: list[Facts]) -> None:
 
 def test_the_odd_link_and_far_clocks_are_found() -> None:
     slow = ["b (ranks 2-3): 1.1 Gbit/s to its neighbours, the others have 9.4 Gbit/s"]
-    wires = [MeasuredLink("a (ranks 0-1)", "b (ranks 2-3)", 1e-4, 1e9)]
+    links = [MeasuredLink("a (ranks 0-1)", "b (ranks 2-3)", 1e-4, 1e9)]
     clocks = [HostClockOffset("b (ranks 2-3)", 5.0, 1e-3)]
-    found = odd(cluster(), MeasuredLinks(True, wires, slow, clocks))
+    found = odd(cluster(), MeasuredLinks(True, links, slow, clocks))
     assert [(each.grade.name, each.what) for each in found] == [
         ("WRONG", "a slow link"),
         ("NOTE", "clocks differ between hosts"),
     ]
     assert found[0].detail == slow[0]
     assert "+5.000 s" in found[1].detail
-    assert odd(cluster(), MeasuredLinks(True, wires, [], [HostClockOffset("b", 0.2, 1e-3)])) == []
+    assert odd(cluster(), MeasuredLinks(True, links, [], [HostClockOffset("b", 0.2, 1e-3)])) == []
     lame = [MeasuredLink("a", "b", 1e-4, 100e6)]  # 0.8 Gbit/s by cards of 10
     assert [each.what for each in odd(cluster(), MeasuredLinks(True, lame))] == ["links far below their cards"]
 

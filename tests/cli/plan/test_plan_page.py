@@ -13,8 +13,7 @@ import torch
 import gradsync as gs
 from gradsync.cli.main import main
 from gradsync.cli.plan.answer import Answer, answer
-from gradsync.cli.plan.chart import ChartMark, Line, draw_chart
-from gradsync.cli.plan.plan_page import page
+from gradsync.cli.plan.plan_page import ChartMark, Line, draw_chart, page
 from gradsync.cli.plan.step_picture import draw_timeline
 from gradsync.cli.plan.sweep import Axis, sweep
 from gradsync.cluster import Cluster, Link

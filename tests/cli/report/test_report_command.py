@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gradsync.cli.main import main
 from gradsync.report.summary import summarize
+from gradsync.trace.json_lines import to_json
 from gradsync.trace.lines import Error, Health
 from gradsync.trace.reader import read_run
 from made_runs import NOISY, made_run, write_run
@@ -53,6 +55,18 @@ def test_blame_facts_and_advice_follow(capsys: Capture, late: Path) -> None:
     assert "in its input, or what else comes between its optimizer and its forward pass" in " ".join(out.split())
     for name in ("overhead", "exposed", "overlap", "bus bandwidth", "stragglers"):
         assert f"\n{name}" in out
+
+
+def test_a_run_that_was_begun_again_is_not_shown_without_a_word(capsys: Capture, clean: Path, tmp_path: Path) -> None:
+    for rank, trace in made_run(4, 30).ranks.items():
+        again = replace(trace.run, id="again", started=trace.run.started + 3600)
+        with (clean / f"rank-{rank}.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(f"{to_json(line)}\n" for line in (again, *trace.steps))
+    said = "An earlier run in this folder is not shown (steps 1 to 60, ended 2025-11-16 13:33 UTC)."
+    assert f"• {said}" in told(capsys, clean)
+    assert said in [each["text"] for each in json.loads(told(capsys, clean, "--json"))["warnings"]]
+    told(capsys, clean, "--html", tmp_path / "run.html")
+    assert said in (tmp_path / "run.html").read_text()
 
 
 def test_json_has_all_that_is_printed_and_every_number(capsys: Capture, late: Path) -> None:

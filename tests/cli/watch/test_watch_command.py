@@ -17,7 +17,7 @@ from rich.console import Console
 from gradsync.cli.main import main
 from gradsync.cli.shared import BadInput
 from gradsync.cli.watch import terminal
-from gradsync.cli.watch.wait_for_run import await_run
+from gradsync.cli.watch.command import await_run
 from gradsync.report.live.feed import FeedReader
 from gradsync.report.live.run_state import state_of
 from gradsync.trace.lines import Error, RankEnd

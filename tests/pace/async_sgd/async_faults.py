@@ -178,9 +178,9 @@ def keep_silent() -> int:
     """Nobody has anything to say for longer than the group's own timeout; then a message comes through."""
     timeout_s, period_s = 0.5, 0.02
     lane = open_lane(dist.group.WORLD, Guard(), TIMEOUT)
-    lane.groups.add_data(dist.group.WORLD, [MESSAGES], timeout_s)
+    lane.groups.add_data(dist.group.WORLD, {MESSAGES: torch.device("cpu")})
     rank, other = dist.get_rank(), 1 - dist.get_rank()
-    mail = Mail(lane.groups.data[MESSAGES], rank, 2, period_s, lane.groups.wires)
+    mail = Mail(lane.groups.data[MESSAGES], rank, 2, period_s, lane.groups.sockets)
     got: list[int] = []
     mail.start(lambda source, message, payload: got.append(message.clock))
     while mail._heard[other] * period_s < 2 * timeout_s and mail.failure is None:

@@ -14,7 +14,7 @@ from gradsync.pace.async_sgd.worker import AsyncWorker
 from gradsync.plan.guard import Guard
 from gradsync.plan.paces import AsyncSGD
 from gradsync.transport.groups import MESSAGES
-from gradsync.transport.lane import NET_S, Lane, open_lane
+from gradsync.transport.lane import Lane, open_lane
 
 TIMEOUT = 20.0
 Parameters = list[torch.Tensor]
@@ -56,7 +56,7 @@ def begin(
 ) -> tuple[Lane, AsyncWorker]:
     """What attach does."""
     lane = open_lane(dist.group.WORLD, Guard(timeout=TIMEOUT, dead_after=1.5), TIMEOUT)
-    lane.groups.add_data(dist.group.WORLD, [MESSAGES], TIMEOUT + NET_S)
+    lane.groups.add_data(dist.group.WORLD, {MESSAGES: torch.device("cpu")})
     named = list(model.named_parameters())
     return lane, AsyncWorker(lane, lane.groups.data[MESSAGES], named, optimizers, settings, timeout)
 

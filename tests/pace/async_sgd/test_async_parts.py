@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gradsync.errors import GradSyncError
-from gradsync.pace.async_sgd.messages import REQUEST_TAG, MessageKind, OwnerAnswer, pack, payload_tag, unpack
+from gradsync.pace.async_sgd.mail import Mail
+from gradsync.pace.async_sgd.messages import (
+    REQUEST_TAG,
+    MessageKind,
+    OwnerAnswer,
+    ShardMessage,
+    pack,
+    payload_tag,
+    unpack,
+    write,
+)
 from gradsync.pace.async_sgd.owner import Owner
 from gradsync.pace.async_sgd.shard import Shard, partition
 from gradsync.pace.async_sgd.staleness import Histogram
@@ -212,3 +225,38 @@ def test_a_histogram_counts_every_number_in_its_class(numbers: list[int]) -> Non
         low, *rest = map(int, name.split("_"))
         assert count == sum(low <= number <= (rest or [low])[0] for number in numbers)
     assert (seen.mean, seen.highest) == (sum(numbers) / len(numbers), max(numbers))
+
+
+class Wire:
+    """A channel to a peer that has said goodbye, and over which ours has not left yet."""
+
+    def __init__(self) -> None:
+        self.left = threading.Event()
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Wire:
+        return self
+
+    def wait(self) -> None:
+        self.left.wait()
+
+    def recv_any(self, request: torch.Tensor, tag: int) -> Received:
+        request.copy_(write(ShardMessage(MessageKind.BYE)))
+        return Received()
+
+
+class Received:
+    def wait(self) -> None: ...
+
+    def _source_rank(self) -> int:
+        return 1
+
+
+def test_the_threads_end_when_the_farewell_has_left() -> None:
+    wire: Any = Wire()
+    mail = Mail(wire, rank=0, size=2, period_s=60, sockets=set())
+    mail.start(lambda source, message, payload: None)
+    mail.say_goodbye()
+    assert not mail.all_gone(0.2)
+    wire.left.set()
+    assert mail.all_gone(60)
+    assert mail.failure is None

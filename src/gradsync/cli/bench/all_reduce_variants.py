@@ -1,6 +1,6 @@
 """Who takes part: the one table of all-reduces that a bench can run, and which of them it runs.
 
-peers      gloo, and MPI where it is installed: always there, so that every number has its neighbour
+peers      gloo, and MPI where it is installed; on GPUs NCCL: always there, so that every number has its neighbour
 gradsync   what --algorithms names
 """
 
@@ -25,9 +25,11 @@ from gradsync.exchange.all_reduce import all_reduce
 
 Call = Callable[[], object]
 
-GLOO, MPI = "gloo", "mpi"
+GLOO, MPI, NCCL = "gloo", "mpi", "nccl"
 _ONE_HOST = ("shared", "any")
 _SEVERAL_HOSTS = ("hierarchical", "ring", "auto")
+_GPUS = ("auto", "ring")
+_HOST_MEMORY = (GLOO, MPI, *_ONE_HOST)
 ALIASES = {"shared_memory": _ONE_HOST}
 
 # What mpi4py knows by itself of the types that numpy has.
@@ -53,7 +55,7 @@ def _gradsync(name: str, recipe: Algorithm | None, says: str, shared: bool = Fal
     return AllReduceVariant(name, says, bind, shared)
 
 
-def _bind_gloo(tensor: torch.Tensor) -> Call:
+def _bind_backend(tensor: torch.Tensor) -> Call:
     return partial(dist.all_reduce, tensor)
 
 
@@ -63,7 +65,7 @@ def _bind_mpi(tensor: torch.Tensor) -> Call:
 
 
 VARIANTS: Mapping[str, AllReduceVariant] = {
-    GLOO: AllReduceVariant(GLOO, "the process group's own dist.all_reduce", _bind_gloo),
+    GLOO: AllReduceVariant(GLOO, "the process group's own dist.all_reduce", _bind_backend),
     MPI: AllReduceVariant(MPI, "MPI_Allreduce in place, by mpi4py", _bind_mpi),
     "shared": _gradsync("shared_memory", shared_memory(), "gs.shared_memory() on a tensor of gs.shared_empty()", True),
     "any": _gradsync("shared_memory", shared_memory(), "gs.shared_memory() on a plain tensor"),
@@ -73,6 +75,7 @@ VARIANTS: Mapping[str, AllReduceVariant] = {
     "tree": _gradsync("tree", tree(), "gs.tree()"),
     "halving_doubling": _gradsync("halving_doubling", halving_doubling(), "gs.halving_doubling()"),
     "hierarchical": _gradsync("hierarchical", hierarchical(), "gs.hierarchical()"),
+    NCCL: AllReduceVariant(NCCL, "the process group's own dist.all_reduce, on GPUs", _bind_backend),
 }
 
 
@@ -94,18 +97,30 @@ def parse_variants(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def choose_variants(named: tuple[str, ...] | None, one_host: bool, mpi: bool) -> tuple[str, ...]:
+def choose_variants(named: tuple[str, ...] | None, one_host: bool, mpi: bool, gpus: bool = False) -> tuple[str, ...]:
     """The peers first, then the arms named, or those that suit the hosts.
 
     >>> choose_variants(None, one_host=True, mpi=False), choose_variants(("tree",), one_host=True, mpi=True)
     (('gloo', 'shared', 'any'), ('gloo', 'mpi', 'tree'))
     """
     if named is None:
-        named = _ONE_HOST if one_host else _SEVERAL_HOSTS
-    elif set(named) == set(VARIANTS) and not one_host:  # all that there are
-        named = tuple(name for name in named if name not in _ONE_HOST)
-    peers = (GLOO, MPI) if mpi else (GLOO,)
-    return (*peers, *(name for name in named if name not in (GLOO, MPI)))
+        named = _GPUS if gpus else _ONE_HOST if one_host else _SEVERAL_HOSTS
+    elif set(named) == set(VARIANTS):  # all that there are
+        unfit = _HOST_MEMORY if gpus else () if one_host else _ONE_HOST
+        named = tuple(name for name in named if name not in unfit)
+    peers = (NCCL,) if gpus else (GLOO, MPI) if mpi else (GLOO,)
+    return (*peers, *(name for name in named if name not in (GLOO, MPI, NCCL)))
+
+
+def misplaced(named: tuple[str, ...] | None, gpus: bool) -> str | None:
+    """The first of the arms named that is not for tensors on GPUs, or only for these.
+
+    >>> misplaced(("ring", "shared"), gpus=True), misplaced(("ring", "nccl"), gpus=False), misplaced(None, gpus=True)
+    ('shared', 'nccl', None)
+    """
+    if named is None or set(named) == set(VARIANTS):
+        return None
+    return next((name for name in named if name in (_HOST_MEMORY if gpus else (NCCL,))), None)
 
 
 def one_host_only(arms: tuple[str, ...]) -> list[str]:

@@ -44,6 +44,7 @@ class BenchConfig:
     caches: tuple[str, ...] = (WARM,)
     busy: tuple[bool, ...] = (False,)
     rounds: int | None = None  # None: as many as fit into the time
+    device: str = "cpu"
 
     @property
     def num_comparisons(self) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
 
-from gradsync.cli.bench.all_reduce_variants import VARIANTS
+from gradsync.cli.bench.all_reduce_variants import GLOO, NCCL, VARIANTS
 from gradsync.cli.bench.bench_config import Setting
 from gradsync.cli.bench.memory_bandwidth import bound_s
 from gradsync.cli.bench.other_processes import disturbing
@@ -69,6 +69,11 @@ class BenchResult:
     @property
     def wrong(self) -> int:
         return sum(cell.wrong for cell in self.cells)
+
+    @property
+    def peer(self) -> str:
+        """The arm that all others are compared with: the process group's own all-reduce."""
+        return NCCL if any(cell.arm == NCCL for cell in self.cells) else GLOO
 
     def busbw(self, cell: Cell) -> float:
         return cell.algbw * 2 * (self.ranks - 1) / self.ranks
@@ -129,6 +134,8 @@ def read_result(lines: Iterable[str], ranks: int, dtype: str, machine: dict[str,
     cells = tuple(_read_cell(fields) for line in comparisons for fields in line["cells"])
     # Beside the other facts on which the numbers depend.
     machine = machine | {"busy_cores_of_others": last["busy_cores"]}
+    if last.get("gpu") is not None:
+        machine["gpu"] = last["gpu"]
     return BenchResult(ranks, dtype, machine, first["memory_bandwidth"], in_order(cells))
 
 

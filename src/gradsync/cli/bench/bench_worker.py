@@ -59,13 +59,13 @@ def run_bench(config: str, folder: str) -> None:
 def measure(config: BenchConfig, arms: Mapping[str, AllReduceVariant], record: Record) -> None:
     """Run every comparison; `record` is called on rank 0: for memory, each comparison, and other processes at last."""
     one_host = spread_over_hosts().num_hosts == 1
-    sweep = make_sweep()
+    sweep, on_gpu = make_sweep(config.device), config.device == "cuda"
     with open_barrier(one_host) as barrier:
-        bandwidth = memory_bandwidth(barrier, sweep) if one_host else None
+        bandwidth = memory_bandwidth(barrier, sweep) if one_host and not on_gpu else None
         if dist.get_rank() == 0:
             record({"memory_bandwidth": bandwidth})
         others = OtherProcesses() if one_host else None
-        expected = ExpectedSums(dist.get_rank(), dist.get_world_size(), DTYPES[config.dtype])
+        expected = ExpectedSums(dist.get_rank(), dist.get_world_size(), DTYPES[config.dtype], config.device)
         for nbytes in config.sizes:
             bench = _Bench(config, nbytes, {name: arms[name] for name in config.arms}, expected, barrier, sweep)
             for setting in config.settings():
@@ -74,7 +74,7 @@ def measure(config: BenchConfig, arms: Mapping[str, AllReduceVariant], record: R
                     record({"cells": cells})
         busy = None if others is None else others.cores()
         if dist.get_rank() == 0:
-            record({"busy_cores": busy})
+            record({"busy_cores": busy, "gpu": torch.cuda.get_device_name() if on_gpu else None})
 
 
 @dataclass
@@ -109,7 +109,10 @@ class _Bench:
         )
         dtype = DTYPES[config.dtype]
         numel = nbytes // dtype.itemsize
-        tensors = {shared: _make_tensor(numel, dtype, shared) for shared in sorted({a.shared for a in arms.values()})}
+        tensors = {
+            shared: _make_tensor(numel, dtype, shared, config.device)
+            for shared in sorted({a.shared for a in arms.values()})
+        }
         self._calls = [(name, tensors[arm.shared], arm.bind(tensors[arm.shared])) for name, arm in arms.items()]
 
     def run(self, setting: Setting) -> list[dict[str, Any]]:
@@ -138,6 +141,9 @@ class _Bench:
                 entry.seconds.append(seconds)
 
     def _time(self, watch: Clock, call: Call) -> float:
+        if self._config.device == "cuda":
+            torch.cuda.synchronize()
+            call = partial(_finish, call, torch.cuda.current_device())
         seconds = watch(self._barrier.arrive, call)
         self._barrier.arrive()  # where ranks share cores, who is done would take one from who is not, for checking
         return seconds
@@ -165,5 +171,11 @@ def _repeat(call: Call) -> None:
         call()
 
 
-def _make_tensor(numel: int, dtype: torch.dtype, shared: bool) -> torch.Tensor:
-    return shared_empty(numel, dtype) if shared else torch.empty(numel, dtype=dtype)
+def _finish(call: Call, device: int) -> None:
+    """Call, and wait until the GPU is done too; not the current one, which each thread has its own of."""
+    call()
+    torch.cuda.synchronize(device)
+
+
+def _make_tensor(numel: int, dtype: torch.dtype, shared: bool, device: str) -> torch.Tensor:
+    return shared_empty(numel, dtype) if shared else torch.empty(numel, dtype=dtype, device=device)

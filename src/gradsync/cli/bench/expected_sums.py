@@ -17,12 +17,12 @@ class ExpectedSums:
     Numbers repeat after `_PERIOD` elements: so few that filling a tensor leaves the rest of the cache alone.
     """
 
-    def __init__(self, rank: int, world_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, rank: int, world_size: int, dtype: torch.dtype, device: str = "cpu") -> None:
         highest = _EXACT.get(dtype, _EXACT_ELSEWHERE) // world_size
         assert highest >= 1, "max_ranks was asked before"
         each = [_draw(rank, highest) for rank in range(world_size)]
-        self._mine = each[rank].to(dtype)
-        self._sum = torch.stack(each).sum(0).to(dtype)
+        self._mine = each[rank].to(device, dtype)
+        self._sum = torch.stack(each).sum(0).to(device, dtype)
 
     def fill(self, tensor: torch.Tensor) -> None:
         """Put this rank's numbers into a flat tensor."""

@@ -31,7 +31,7 @@ def machine(hosts: int, threads: int) -> dict[str, Any]:
 
 
 def cores() -> int:
-    """How many this process may use."""
+    """How many cores this process may use."""
     return len(os.sched_getaffinity(0))
 
 

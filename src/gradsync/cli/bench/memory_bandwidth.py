@@ -24,9 +24,9 @@ def sweep_nbytes() -> int:
     return max(_LEAST_NBYTES, 2 * last_level_cache_nbytes())
 
 
-def make_sweep() -> torch.Tensor:
+def make_sweep(device: str) -> torch.Tensor:
     """A buffer that, once walked through, has pushed everything else out of the caches."""
-    return torch.ones(sweep_nbytes() // 4)
+    return torch.ones(sweep_nbytes() // 4, device=device)
 
 
 def memory_bandwidth(barrier: RankBarrier, buffer: torch.Tensor) -> float:

@@ -94,7 +94,7 @@ def _series(axes: _Axes, color: int, setting: Setting, cells: list[Cell]) -> Ite
     yield svg.path(f"series s{color}", points, dashes=_DASHES[setting])
     for cell, (x, y) in zip(cells, points, strict=True):
         says = f"{_label(cell.arm, setting)}, {show_size(cell.nbytes)}: {show_seconds(cell.time_s)}"
-        yield svg.circle(f"f{color}", x, y, 3, says)
+        yield svg.circle(f"f{color}", x, y, says)
 
 
 def _key(series: Series, arms: list[str], bound: bool) -> Iterator[str]:

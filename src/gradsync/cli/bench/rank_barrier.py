@@ -1,4 +1,4 @@
-"""Where the ranks wait for each other before every measurement, so that none counts another's lateness.
+"""The ranks wait for each other before every measurement, so that none counts another's lateness.
 
 On one host they watch each other's counters in a page of memory and leave within a microsecond or two. The
 barrier of the process group would let them go one after another, later than a small all-reduce takes.

@@ -6,21 +6,27 @@ from itertools import groupby
 
 from rich.table import Table
 
-from gradsync.cli.bench.all_reduce_variants import GLOO, VARIANTS
+from gradsync.cli.bench.all_reduce_variants import VARIANTS
 from gradsync.cli.bench.bench_config import Setting
 from gradsync.cli.bench.bench_result import BenchResult, Cell, times_faster
 from gradsync.cli.bench.other_processes import disturbance
 from gradsync.cli.bench.sizes import show_size
 
-FOOTNOTE = (
+_FOOTNOTE = (
     "time: median (middle half) of the longest rank; arms take turns call by call. algbw: bytes / time. "
     "busbw: algbw · 2(n−1)/n. bound: share of what the memory bandwidth allows, above 100 % where a cache does better. "
-    "× gloo: how many times as long gloo took. wrong: elements that were not the exact sum, in all rounds on all ranks."
+    "× {peer}: how many times as long {peer} took. wrong: elements that were not the exact sum, in all rounds on all "
+    "ranks."
 )
 
 
+def footnote(result: BenchResult) -> str:
+    """What the columns say."""
+    return _FOOTNOTE.format(peer=result.peer)
+
+
 def tables(result: BenchResult) -> list[Table]:
-    """One for each setting."""
+    """A table for each setting."""
     groups = groupby(result.cells, key=lambda cell: cell.setting)
     return [_table(result, setting, list(cells)) for setting, cells in groups]
 
@@ -64,7 +70,7 @@ def _table(result: BenchResult, setting: Setting, cells: list[Cell]) -> Table:
     grid = Table(title=_title(result, setting), title_justify="left", title_style="bold")
     grid.add_column("size", justify="right", no_wrap=True)
     grid.add_column("arm", no_wrap=True)
-    for name in ("time", "algbw\nGB/s", "busbw\nGB/s", "bound", "× gloo", "wrong"):
+    for name in ("time", "algbw\nGB/s", "busbw\nGB/s", "bound", f"× {result.peer}", "wrong"):
         grid.add_column(name, justify="right", no_wrap=True)
     for nbytes, compared in groupby(cells, key=lambda cell: cell.nbytes):
         for index, cell in enumerate(compared):
@@ -82,7 +88,7 @@ def _row(result: BenchResult, cell: Cell) -> list[str]:
         _three_digits(cell.algbw / 1e9),
         _three_digits(result.busbw(cell) / 1e9),
         "-" if fraction is None else f"{100 * fraction:.0f} %",
-        "-" if cell.arm == GLOO else f"{times_faster(cell, result.counterpart(cell, GLOO)):.2f}",
+        "-" if cell.arm == result.peer else f"{times_faster(cell, result.counterpart(cell, result.peer)):.2f}",
         str(cell.wrong),
     ]
 

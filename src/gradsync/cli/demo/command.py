@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 from rich.console import Console
 from rich.padding import Padding
@@ -18,15 +20,16 @@ from gradsync.cli.demo.slow_link.privileges import check_link, has_rights, rerun
 from gradsync.cli.demo.slow_link.shaped_link import Shaper, bits_per_second
 from gradsync.cli.demo.slow_link.train_over_link import train as train_over_link
 from gradsync.cli.demo.story import slow_input_text
+from gradsync.cli.demo.story import text as story_text
 from gradsync.cli.demo.story.corpus import read_library
 from gradsync.cli.demo.story.demo_model import DemoShape, build
 from gradsync.cli.demo.story.demo_result import DemoResult, sum_up
 from gradsync.cli.demo.story.killed_rank import KILL_STEP, RankDeath, SurvivorReport, watch_death
 from gradsync.cli.demo.story.slow_input import TRACE, SlowInput, read_slow_input, train_slowly
-from gradsync.cli.demo.story.text import FOOTNOTE, sentences, table
 from gradsync.cli.demo.story.train_variants import DDP, GRADSYNC, MAX_RANKS, VARIANTS, train
+from gradsync.cli.gpu_option import add_share_gpus, check_share_gpus
 from gradsync.cli.local_ranks import local_ranks
-from gradsync.cli.shared import BadInput, Parser, whole_number, wide_console
+from gradsync.cli.shared import BadInput, Parser, show, whole_number, wide_console
 
 _MAX_THREADS = 4  # per rank: more would only get into each other's way in so small a model
 _HOUR_S = 3600.0
@@ -35,7 +38,7 @@ _SHAPE = DemoShape()
 _SLOW_SHAPE = DemoShape(width=256, batch=4)  # few characters for its size: the link has more to do than the processor
 
 _DESCRIPTION = """\
-Trains a small character-level transformer on the Python standard library's source text, on the CPUs of this
+Trains a small character-level transformer on the Python standard library's source text, on the processors of this
 machine, four ways in turn: one process with all threads; ranks without sync; DDP; gradsync. Then a table with
 what each costs and whether the replicas are still the same model. About a minute on 2 cores.
 """
@@ -47,6 +50,7 @@ example:
   gradsync demo --kill 1              kill rank 1 in the middle of a step: who notices, and when?
   gradsync demo --slow 1              slow rank 1's input down: who is to blame that all ranks are slow?
   gradsync demo --slow-link 100mbit   2 ranks with 100 Mbit/s between them: what does compression buy?
+  gradsync demo --share-gpus          on GPUs over NCCL, both ranks on one if there is one
   gradsync demo --json > demo.json    for machines
 """
 
@@ -54,11 +58,7 @@ example:
 def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     """Put `demo` among the commands."""
     parser = commands.add_parser(
-        "demo",
-        help="train a small model with and without gradsync",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "demo", help="train a small model with and without gradsync", description=_DESCRIPTION, epilog=_EXAMPLE
     )
     add = parser.add_argument
     add("--ranks", type=whole_number(2, MAX_RANKS), default=2, metavar="N", help="processes to train on (2)")
@@ -71,6 +71,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     add("--kill", type=whole_number(0, MAX_RANKS - 1), metavar="R", help="kill rank R and show the errors instead")
     add("--slow", type=whole_number(0, MAX_RANKS - 1), metavar="R", help="slow rank R's input and show who is blamed")
     add("--slow-link", type=_rate, metavar="RATE", help="put a link of 10mbit to 10gbit between 2 ranks instead")
+    add_share_gpus(parser)
     add("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run, shape=None)
 
@@ -81,14 +82,16 @@ def run(options: argparse.Namespace) -> int:
     if options.slow_link is not None:
         return _slow_link(options)
     if options.slow is not None:
-        _print_slow_input(_slow(options), options.json)
+        following = 'gs.attach(model, optimizer, trace="run") in your own training; gradsync report run'
+        _print(_slow(options), slow_input_text, following, options.json)
         return 0
-    options.steps, options.shape = options.steps or _STEPS, options.shape or _SHAPE
+    options.steps, options.shape = options.steps or _STEPS, _placed(options)
     text = read_library()
     if options.kill is not None:
         _print_deaths(_kill(options), options.json)
     else:
-        _print_result(_compare(options, len(text.train)), options.json)
+        result = _compare(options, len(text.train))
+        _print(result, story_text, "gradsync demo --kill 1    what happens when a rank dies", options.json)
     return 0
 
 
@@ -101,6 +104,9 @@ def _check(options: argparse.Namespace) -> None:
             )
     if options.slow is not None and (options.kill is not None or options.slow_link is not None):
         raise BadInput("gradsync demo: --slow is a story of its own: leave out --kill and --slow-link")
+    if options.slow_link is not None and options.share_gpus:
+        raise BadInput("gradsync demo: --slow-link trains on processors: leave out --share-gpus")
+    check_share_gpus("demo", options.share_gpus, options.ranks)
 
 
 def _rate(text: str) -> str:
@@ -121,7 +127,8 @@ def _slow_link(options: argparse.Namespace) -> int:
     if not has_rights():
         asked = ["--slow-link", options.slow_link, "--steps", str(options.steps)]
         return rerun(["demo", *asked, *(["--json"] if options.json else [])])
-    _print_slow_link(_train_over(options), options.json)
+    following = "gradsync demo    what it costs to keep replicas the same on one host"
+    _print(_train_over(options), link_text, following, options.json)
     return 0
 
 
@@ -143,24 +150,31 @@ def _compare(options: argparse.Namespace, num_characters: int) -> DemoResult:
     if not options.json:
         _introduce(size, num_characters, f"{options.ranks} ranks of this machine")
     total = len(VARIANTS) * options.steps
-    with local_ranks(options.ranks, threads, total, "training, 4 arms in turn", options.json) as (pool, folder):
+    title = "training, 4 arms in turn"
+    with local_ranks(options.ranks, threads, total, title, options.json, options.share_gpus) as (pool, folder):
         records = pool.run(train, options.shape, options.steps, folder, timeout=_HOUR_S)
     return sum_up(records, threads, options.steps, size)
 
 
 def _kill(options: argparse.Namespace) -> list[RankDeath]:
     title, threads = f"training until rank {options.kill} dies, twice", _threads(options.ranks)
-    with local_ranks(options.ranks, threads, 2 * KILL_STEP, title, options.json) as (pool, folder):
+    total, on_gpus = 2 * KILL_STEP, options.share_gpus
+    with local_ranks(options.ranks, threads, total, title, options.json, on_gpus, mps=False) as (pool, folder):
         return [watch_death(pool, arm, options.kill, options.shape, folder) for arm in (GRADSYNC, DDP)]
 
 
 def _slow(options: argparse.Namespace) -> SlowInput:
-    options.steps, options.shape = options.steps or _LATE_STEPS, options.shape or _SHAPE
+    options.steps, options.shape = options.steps or _LATE_STEPS, _placed(options)
     title, threads = f"training with a trace, rank {options.slow} slowed", _threads(options.ranks)
-    with local_ranks(options.ranks, threads, options.steps, title, options.json) as (pool, folder):
+    with local_ranks(options.ranks, threads, options.steps, title, options.json, options.share_gpus) as (pool, folder):
         told = (options.slow, options.shape, options.steps, folder)
         busy_cores, *_ = pool.run(train_slowly, *told, timeout=_HOUR_S)
         return read_slow_input(Path(folder, TRACE), options.slow, busy_cores)
+
+
+def _placed(options: argparse.Namespace) -> DemoShape:
+    shape: DemoShape = options.shape or _SHAPE
+    return replace(shape, device="cuda") if options.share_gpus else shape
 
 
 def _threads(ranks: int) -> int:
@@ -168,7 +182,7 @@ def _threads(ranks: int) -> int:
 
 
 def _num_parameters(shape: DemoShape) -> int:
-    return sum(parameter.numel() for parameter in build(shape).parameters())
+    return sum(parameter.numel() for parameter in build(replace(shape, device="cpu")).parameters())
 
 
 def _introduce(num_parameters: int, num_characters: int, where: str) -> None:
@@ -178,30 +192,14 @@ def _introduce(num_parameters: int, num_characters: int, where: str) -> None:
     )
 
 
-def _print_result(result: DemoResult, as_json: bool) -> None:
-    console = wide_console()
+def _print(
+    result: DemoResult | link_result.LinkResult | SlowInput, words: ModuleType, following: str, as_json: bool
+) -> None:
     if as_json:
-        console.out(json.dumps(result.as_json(), indent=2))
-        return
-    console.print(table(result))
-    console.print(FOOTNOTE, style="dim")
-    console.print()
-    for sentence in sentences(result):
-        console.print(f"• {sentence}")
-    console.print("\nNext: gradsync demo --kill 1    what happens when a rank dies")
-
-
-def _print_slow_link(result: link_result.LinkResult, as_json: bool) -> None:
-    console = wide_console()
-    if as_json:
-        console.out(json.dumps(result.as_json(), indent=2))
-        return
-    console.print(link_text.table(result))
-    console.print(link_text.FOOTNOTE, style="dim")
-    console.print()
-    for sentence in link_text.sentences(result):
-        console.print(f"• {sentence}")
-    console.print("\nNext: gradsync demo    what it costs to keep replicas the same on one host")
+        wide_console().out(json.dumps(result.as_json(), indent=2))
+    else:
+        console = show([words.table(result)], words.FOOTNOTE, words.sentences(result))
+        console.print(f"\nNext: {following}")
 
 
 def _print_deaths(deaths: list[RankDeath], as_json: bool) -> None:
@@ -220,19 +218,6 @@ def _print_deaths(deaths: list[RankDeath], as_json: bool) -> None:
     for death in deaths:
         console.print(f"• {death.arm}: {death.summary()}.")
     console.print("\nNext: gradsync demo    what it costs to keep replicas the same")
-
-
-def _print_slow_input(result: SlowInput, as_json: bool) -> None:
-    console = wide_console()
-    if as_json:
-        console.out(json.dumps(result.as_json(), indent=2))
-        return
-    console.print(slow_input_text.table(result))
-    console.print(slow_input_text.FOOTNOTE, style="dim")
-    console.print()
-    for sentence in slow_input_text.sentences(result):
-        console.print(f"• {sentence}", markup=False)
-    console.print('\nNext: gs.attach(model, optimizer, trace="run") in your own training; gradsync report run')
 
 
 def _spoken(report: SurvivorReport) -> Text:

@@ -8,6 +8,7 @@ from gradsync.cli.doctor.finding import Finding, Grade, by_host, who
 from gradsync.cli.doctor.gpus import matrix
 from gradsync.cli.doctor.rank_facts import Facts
 from gradsync.launch.choose_backend import shared_gpu
+from gradsync.launch.shared_gpus import NOTE, SWITCH
 from gradsync.units import show_nbytes
 
 _FAR = "SYS"  # through the link between two processors
@@ -28,9 +29,13 @@ def check_gpus(facts: Sequence[Facts]) -> list[Finding]:
         found.append(Finding(Grade.WRONG, "ranks see different numbers of GPUs", detail, fix))
     taken = [each.gpus[each.device].uuid if 0 <= each.device < len(each.gpus) else None for each in facts]
     if (both := shared_gpu(taken)) is not None:
-        detail = "NCCL cannot serve two ranks on one GPU, and gloo through the host is many times slower"
-        fix = f"torchrun --nproc-per-node={len(facts[both[0]].gpus)} ..."
-        found.append(Finding(Grade.WRONG, f"ranks {both[0]} and {both[1]} share a GPU", detail, fix))
+        title = f"ranks {both[0]} and {both[1]} share a GPU"
+        if all(each.variables.get(SWITCH) == "1" for each in facts):
+            found.append(Finding(Grade.NOTE, title, NOTE, f"unset {SWITCH}    # for a run whose speed counts"))
+        else:
+            detail = "NCCL cannot serve two ranks on one GPU by itself, and gloo through the host is many times slower"
+            fix = f"torchrun --nproc-per-node={len(facts[both[0]].gpus)} ...    # or {SWITCH}=1, for a test"
+            found.append(Finding(Grade.WRONG, title, detail, fix))
     kinds = sorted({f"{gpu.name} ({show_nbytes(gpu.nbytes)})" for each in facts for gpu in each.gpus})
     if len(kinds) > 1:
         detail = f"{', '.join(kinds)}: every step waits for the slowest"

@@ -34,7 +34,7 @@ def check_memory(facts: Sequence[Facts]) -> list[Finding]:
 
 
 def check_files(facts: Sequence[Facts]) -> list[Finding]:
-    """Each peer is a few sockets."""
+    """Check how many files may be open: each peer is a few sockets."""
     tight = [each for each in facts if 0 <= each.num_files < max(_FILES_AT_ALL, _FILES_PER_RANK * each.world_size)]
     if not tight:
         return []

@@ -17,7 +17,7 @@ _USUAL_MTU, _JUMBO_MTU = 1500, 9000
 
 
 def check_interfaces(facts: Sequence[Facts]) -> list[Finding]:
-    """Where gloo and NCCL listen, and why others will not reach them there."""
+    """Find where gloo and NCCL listen, and why others will not reach them there."""
     found = [finding for host in by_host(facts).values() for finding in _unknown(host)]
     if on_one_host(facts):
         inside = f"one host: its ranks meet on {facts[0].variables.get(_GLOO, 'loopback')}"
@@ -56,7 +56,7 @@ def check_speed(facts: Sequence[Facts]) -> list[Finding]:
 
 
 def chosen_nic(facts: Facts) -> Nic | None:
-    """Where gloo listens: by its variable, else where gradsync.init() would put it, else by the host's name."""
+    """The interface that gloo takes: by its variable, else as gradsync.init() would, else by the host's name."""
     if names := facts.variables.get(_GLOO):
         return facts.nic(names.split(",")[0].strip())
     return facts.nic(facts.towards_master) or _by_name(facts)
@@ -120,7 +120,7 @@ def _gloo(host: Sequence[Facts]) -> list[Finding]:
 
 
 def _leads_to_no_host(nic: Nic | None) -> tuple[str, str] | None:
-    """What it is, and why no other host may reach it there; None if one can."""
+    """What an interface is, and why no other host may reach it there; None if one can."""
     if nic is None or _is_loopback(nic):
         return "loopback", "which no other host can reach"
     if nic.name.startswith(_HOST_ONLY):

@@ -149,7 +149,7 @@ def _trace(facts: Sequence[Facts]) -> list[Finding]:
 
 
 def _differing(facts: Sequence[Facts]) -> list[Finding]:
-    """What all ranks must see alike."""
+    """Variables that all ranks must see alike, and do not."""
     names = sorted(
         {name for each in facts for name in each.variables if name.startswith(("NCCL_", "TORCH_", "GRADSYNC_"))}
     )

@@ -5,22 +5,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
+
+import torch.distributed as dist
 
 from gradsync.cli.doctor.after_crash import tell_run
 from gradsync.cli.doctor.all_checks import examine
 from gradsync.cli.doctor.finding import Finding, Grade
 from gradsync.cli.doctor.gather import gather
-from gradsync.cli.doctor.measured_links import MeasuredLinks
-from gradsync.cli.doctor.meet_ranks import measure_here, measure_together, share
-from gradsync.cli.doctor.rank_facts import Facts
+from gradsync.cli.doctor.measured_links import STAGES, MeasuredLinks, measure_links
+from gradsync.cli.doctor.rank_facts import Facts, facts_of
 from gradsync.cli.doctor.text import as_json, tell
-from gradsync.cli.shared import BadInput, Parser, whole_number, wide_console
+from gradsync.cli.local_ranks import measure_alone, measure_as_rank
+from gradsync.cli.shared import Parser, check_ranks, whole_number, wide_console
 from gradsync.errors import GradSyncError, LaunchError
 from gradsync.launch.environment import Task, read_task
+from gradsync.launch.init import init
+from gradsync.launch.rendezvous import Rendezvous
 
+_BOUND_S = 120.0
 _DEFAULT_RANKS, _MAX_RANKS = 2, 64
 
 _DESCRIPTION = """\
@@ -58,7 +64,6 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         help="what is wrong here, before a run; what happened first, after one",
         description=_DESCRIPTION,
         epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("folder", nargs="?", type=Path, metavar="RUN", help="the folder of a run's traces, to say what happened there")
@@ -75,10 +80,16 @@ def run(options: argparse.Namespace) -> int:
     try:
         task = read_task(os.environ, os.getppid())
     except LaunchError as error:
-        checkup = _damaged(gather(os.environ, None), error)
+        what = "the launcher's environment does not say who this is"
+        fix = "torchrun --nproc-per-node=2 --no-python gradsync doctor"
+        checkup = _by_itself(gather(os.environ, None), what, error, fix)
     else:
         own = gather(os.environ, task)
-        checkup = _alone(options, own) if task is None else _together(options, task, own)
+        if task is None:
+            terms = (measure_links, options.ranks or _DEFAULT_RANKS, len(STAGES), options.json, _BOUND_S)
+            checkup = _examined([own], options.brief, lambda: measure_alone(*terms))
+        else:
+            checkup = _together(options, task, own)
         # Where the ranks did not meet, nobody else will say it on this host.
         if task is not None and task.rank and (checkup.together or task.local_rank):
             return 0  # anything else, and the launcher might end rank 0 before it has spoken
@@ -86,47 +97,30 @@ def run(options: argparse.Namespace) -> int:
             _show(checkup, machines=False)
             return 0  # the answer stays the last thing on the screen
     _show(checkup, options.json)
-    return _code(checkup)
-
-
-def _alone(options: argparse.Namespace, own: Facts) -> DoctorResult:
-    if options.brief:
-        return DoctorResult(examine([own], None), [own], None, True)
-    try:
-        measured = measure_here(options.ranks or _DEFAULT_RANKS, options.json)
-    except GradSyncError as error:
-        return DoctorResult(examine([own], None, _not_measured(error)), [own], None, True)
-    return DoctorResult(examine([own], measured), [own], measured, True)
+    return int(any(finding.grade == Grade.WRONG for finding in checkup.findings))
 
 
 def _together(options: argparse.Namespace, task: Task, own: Facts) -> DoctorResult:
-    if options.ranks not in (None, task.world_size):
-        raise BadInput(
-            f"gradsync doctor: --ranks {options.ranks}, but {task.launcher} started {task.world_size}: "
-            "leave --ranks out"
-        )
+    check_ranks("doctor", options.ranks, task)
     try:
         facts = share(task, own)
     except LaunchError as error:
-        return DoctorResult(examine([own], None, _apart(error)), [own], None, False)
-    if options.brief:
-        return DoctorResult(examine(facts, None), facts, None, True)
+        fix = "nc -zv $MASTER_ADDR $MASTER_PORT    # from every host, while rank 0 waits"
+        return _by_itself(own, "the ranks did not meet", error, fix)
+    return _examined(facts, options.brief, lambda: measure_together(options.json))
+
+
+def _examined(facts: list[Facts], brief: bool, measure: Callable[[], MeasuredLinks]) -> DoctorResult:
     try:
-        measured = measure_together(options.json)
+        measured = None if brief else measure()
     except GradSyncError as error:
         return DoctorResult(examine(facts, None, _not_measured(error)), facts, None, True)
     return DoctorResult(examine(facts, measured), facts, measured, True)
 
 
-def _damaged(own: Facts, error: LaunchError) -> DoctorResult:
-    fix = "torchrun --nproc-per-node=2 --no-python gradsync doctor"
-    finding = Finding(Grade.WRONG, "the launcher's environment does not say who this is", str(error), fix)
-    return DoctorResult(examine([own], None, finding), [own], None, False)
-
-
-def _apart(error: LaunchError) -> Finding:
-    fix = "nc -zv $MASTER_ADDR $MASTER_PORT    # from every host, while rank 0 waits"
-    return Finding(Grade.WRONG, "the ranks did not meet", str(error), fix)
+def _by_itself(own: Facts, what: str, error: LaunchError, fix: str) -> DoctorResult:
+    """What a rank finds that does not know of the others."""
+    return DoctorResult(examine([own], None, Finding(Grade.WRONG, what, str(error), fix)), [own], None, False)
 
 
 def _not_measured(error: GradSyncError) -> Finding:
@@ -148,5 +142,19 @@ def _show(checkup: DoctorResult, machines: bool) -> None:
         tell(console, checkup.findings)
 
 
-def _code(checkup: DoctorResult) -> int:
-    return int(any(finding.grade == Grade.WRONG for finding in checkup.findings))
+def share(task: Task, own: Facts) -> list[Facts]:
+    """Every rank's facts, by rank, through the launcher's store before any group is made. `LaunchError` if some do not
+    come."""
+    rendezvous = Rendezvous(task, timedelta(seconds=_BOUND_S))
+    records = rendezvous.exchange("doctor", own.record())
+    rendezvous.finish("doctor")
+    return [facts_of(record) if rank != task.rank else own for rank, record in enumerate(records)]
+
+
+def measure_together(quiet: bool) -> MeasuredLinks:
+    """The links between a launcher's ranks, of which this process is one."""
+    init("gloo", timeout=_BOUND_S)
+    try:
+        return measure_as_rank(measure_links, len(STAGES), quiet)
+    finally:
+        dist.destroy_process_group()

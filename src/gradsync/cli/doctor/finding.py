@@ -11,7 +11,7 @@ from gradsync.launch.roster import spans
 
 
 class Grade(IntEnum):
-    """The worst first."""
+    """How bad a finding is; the worst first."""
 
     WRONG = 0  # a run will fail, hang, or be far slower than it could be
     NOTE = 1  # worth knowing: it may be meant

@@ -52,38 +52,38 @@ class HostClockOffset(NamedTuple):
 
 
 class MeasuredLinks(NamedTuple):
-    """All of it."""
+    """All that was measured between the ranks."""
 
     across: bool = False  # between hosts
-    wires: Sequence[MeasuredLink] = ()
+    links: Sequence[MeasuredLink] = ()
     slow: Sequence[str] = ()  # a sentence for each
     clocks: Sequence[HostClockOffset] = ()
 
 
 def measure_links(parent: dist.ProcessGroup, tick: Tick) -> MeasuredLinks:
-    """A second or so; `tick` is told each of the `STAGES`."""
+    """Measure the links and clocks for a second or so; `tick` is told each of the `STAGES`."""
     with open_probe_group(parent, brief=True) as group:
         tick("meet")
         across = len(group.hosts) > 1
         ranks = [host[0] for host in group.hosts] if across else list(range(group.size))
         name_of = group.name_of_host if across else group.name_of
-        pairs, wires = _ring(group, ranks, name_of)
+        pairs, neighbours = _ring(group, ranks, name_of)
         tick("links")
         clocks = _clocks(group) if across else []
         tick("clocks")
         # Over loopback a slow pair is one whose turn on the processor came late: no link to blame.
-        return MeasuredLinks(across, wires, slow_links(pairs, name_of) if across else [], clocks)
+        return MeasuredLinks(across, neighbours, slow_links(pairs, name_of) if across else [], clocks)
 
 
 def check_links(measured: MeasuredLinks, facts: Sequence[Facts]) -> list[Finding]:
     """The odd link out, and links far below what their cards could do."""
-    if not measured.wires:
+    if not measured.links:
         return []
     nic = chosen_nic(facts[0])
     name = "eth0" if nic is None else nic.name
     fix = f"sudo ethtool -s {name} autoneg on    # after: sudo ethtool {name} | grep -e Speed -e Duplex, on both hosts"
     found = [Finding(Grade.WRONG, "a slow link", sentence, fix) for sentence in measured.slow]
-    rates = [wire.bandwidth for wire in measured.wires]
+    rates = [link.bandwidth for link in measured.links]
     cards = [0 if (card := chosen_nic(each)) is None else card.mbit for each in facts]
     line = min(cards) * 1e6 / 8
     if measured.across and 0 < line <= _ONE_STREAM and max(rates) < _SHARE * line:
@@ -93,9 +93,9 @@ def check_links(measured: MeasuredLinks, facts: Sequence[Facts]) -> list[Finding
         )
     if found:
         return found
-    slowest = min(measured.wires, key=lambda wire: wire.bandwidth)
+    slowest = min(measured.links, key=lambda link: link.bandwidth)
     told = f"{show_bits(min(rates))} to {show_bits(max(rates))}" if len(rates) > 1 else show_bits(rates[0])
-    latency = show_seconds(max(wire.latency_s for wire in measured.wires))
+    latency = show_seconds(max(link.latency_s for link in measured.links))
     where = "between hosts" if measured.across else "between ranks of this host, over loopback"
     return [Finding(Grade.OK, f"links {where}", f"{told}, {latency}; the slowest {slowest.first} → {slowest.second}")]
 
@@ -117,14 +117,14 @@ def check_clocks(measured: MeasuredLinks) -> list[Finding]:
 def _ring(
     group: ProbeGroup, ranks: Sequence[int], name_of: Callable[[int], str]
 ) -> tuple[list[HostPair], list[MeasuredLink]]:
-    pairs, wires = [], []
+    pairs, neighbours = [], []
     for together in rounds_of(len(ranks)):
         tries = [measure_pairs(group.lane, [(ranks[a], ranks[b]) for a, b in together]) for _ in range(_TRIES)]
         for (a, b), links in zip(together, zip(*tries, strict=True), strict=True):
             best = _best(links)
             pairs.append(HostPair(a, b, best.bandwidth))
-            wires.append(MeasuredLink(name_of(a), name_of(b), best.latency_s, best.bandwidth))
-    return pairs, wires
+            neighbours.append(MeasuredLink(name_of(a), name_of(b), best.latency_s, best.bandwidth))
+    return pairs, neighbours
 
 
 def _best(links: Sequence[Link]) -> Link:
@@ -161,7 +161,7 @@ def _clocks(group: ProbeGroup) -> list[HostClockOffset]:
 
 
 def _ask(group: ProbeGroup, rank: int) -> tuple[float, float]:
-    channel, message = group.lane.groups.data[MESSAGES], torch.zeros(_TIME.size, dtype=torch.uint8, device="cpu")
+    channel, message = group.lane.groups.gloo(MESSAGES), torch.zeros(_TIME.size, dtype=torch.uint8, device="cpu")
     begun, ahead = time.perf_counter(), time.time()
     channel.send(message, rank, _TAG).wait()
     channel.recv(message, rank, _TAG).wait()
@@ -170,6 +170,6 @@ def _ask(group: ProbeGroup, rank: int) -> tuple[float, float]:
 
 
 def _answer(group: ProbeGroup) -> None:
-    channel, message = group.lane.groups.data[MESSAGES], torch.zeros(_TIME.size, dtype=torch.uint8, device="cpu")
+    channel, message = group.lane.groups.gloo(MESSAGES), torch.zeros(_TIME.size, dtype=torch.uint8, device="cpu")
     channel.recv(message, 0, _TAG).wait()
     channel.send(torch.frombuffer(bytearray(_TIME.pack(time.time())), dtype=torch.uint8), 0, _TAG).wait()

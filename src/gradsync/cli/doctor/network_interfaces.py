@@ -40,33 +40,28 @@ def _nic(name: str, address: str) -> Nic:
         mtu=_mtu(name),
         mbit=_number(folder / "speed"),
         numa=_number(folder / "device" / "numa_node"),
-        up=_is_up(folder),
+        up=_text(folder / "operstate") in ("up", "unknown"),
         virtual="/virtual/" in os.path.realpath(folder),
     )
 
 
 def _prefix(name: str) -> int:
     """Bits of the network that its first IPv4 address is in."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-            answer = fcntl.ioctl(any_socket, _SIOCGIFNETMASK, struct.pack("256s", name.encode()[:15]))
-    except OSError:
-        return 0
-    return int.from_bytes(answer[20:24], "big").bit_count()
+    return int.from_bytes(_asked(_SIOCGIFNETMASK, name)[20:24], "big").bit_count()
 
 
 def _mtu(name: str) -> int:
     """The MTU by a call, not by /sys, which in a network namespace may show another's interfaces."""
+    return int(struct.unpack_from("i", _asked(_SIOCGIFMTU, name), 16)[0])
+
+
+def _asked(request: int, name: str) -> bytes:
+    """The kernel's answer about an interface; zeros if it has none."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-            answer = fcntl.ioctl(any_socket, _SIOCGIFMTU, struct.pack("256s", name.encode()[:15]))
+            return fcntl.ioctl(any_socket, request, struct.pack("256s", name.encode()[:15]))
     except OSError:
-        return 0
-    return int(struct.unpack_from("i", answer, 16)[0])
-
-
-def _is_up(folder: Path) -> bool:
-    return _text(folder / "operstate") in ("up", "unknown")
+        return bytes(256)
 
 
 def _number(path: Path) -> int:

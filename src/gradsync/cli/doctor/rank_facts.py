@@ -41,7 +41,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Facts:
-    """One rank's."""
+    """The facts of one rank."""
 
     rank: int = 0
     world_size: int = 1

@@ -62,7 +62,7 @@ def as_json(findings: Sequence[Finding], facts: Sequence[Facts], measured: Measu
         "num_wrong": sum(finding.grade == Grade.WRONG for finding in findings),
         "num_notes": sum(finding.grade == Grade.NOTE for finding in findings),
         "findings": [{**finding._asdict(), "grade": finding.grade.name.lower()} for finding in findings],
-        "links": [wire._asdict() for wire in found.wires],
+        "links": [link._asdict() for link in found.links],
         "clocks": [each._asdict() for each in found.clocks],
         "ranks": [each.record() for each in facts],
     }

@@ -115,7 +115,7 @@ def sentences(checked: Check, now: Prediction) -> list[str]:
 
 
 def as_json(checked: Check, now: Prediction) -> dict[str, Any]:
-    """See docs/planning.md."""
+    """The check for machines; docs/planning.md tells its fields."""
     return {
         "steps": checked.run.steps,
         "plan": checked.run.plan.canonical(),

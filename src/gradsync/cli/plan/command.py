@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from rich.syntax import Syntax
 
@@ -23,13 +22,11 @@ from gradsync.cli.plan.sweep import as_json as sweep_as_json
 from gradsync.cli.plan.text import EXTRAPOLATION, assumptions, calibration, sweep_table
 from gradsync.cli.plan.thresholds import Thresholds, changes, find_thresholds
 from gradsync.cli.plan.what_if import narrow_link
-from gradsync.cli.shared import BadInput, Parser, spoken, wide_console
+from gradsync.cli.shared import BadInput, Parser, check_writable, spoken, wide_console
 from gradsync.plan.sync_plan import Plan
 from gradsync.planner.candidates import ALLOWS
 from gradsync.planner.snippet import as_python
 from gradsync.tables import toml_lines
-
-T = TypeVar("T")
 
 _HTML = b"<!DOCTYPE html>"
 _CHART_BELOW, _CHART_ABOVE = 128, 8  # from and to which part of today's bandwidth the page's chart goes
@@ -57,11 +54,7 @@ example:
 def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     """Put `plan` among the commands."""
     parser = commands.add_parser(
-        "plan",
-        help="predict what synchronization costs, and choose a plan",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "plan", help="predict what synchronization costs, and choose a plan", description=_DESCRIPTION, epilog=_EXAMPLE
     )
     where = parser.add_argument_group("where it runs").add_argument
     where("--gpus", type=spoken(units.count), metavar="N", help="how many in all")
@@ -100,8 +93,8 @@ def run(options: argparse.Namespace) -> int:
     """The command."""
     if options.check is not None:
         return _check(options)
-    _check_writable("--out", options.out, _is_plan)
-    _check_writable("--html", options.html, lambda path: files.beginning(path, len(_HTML)) == _HTML)
+    check_writable("gradsync plan: --out", options.out, _is_plan)
+    check_writable("gradsync plan: --html", options.html, lambda path: files.beginning(path, len(_HTML)) == _HTML)
     inputs = read_inputs(options)
     terms = (options.allow, inputs.arrives, inputs.dtype_assumed)
     answered = as_bad_input(lambda: answer(inputs.profile, inputs.cluster, *terms))
@@ -204,17 +197,3 @@ def _is_plan(path: Path) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _check_writable(option: str, path: Path | None, is_ours: Callable[[Path], bool]) -> None:
-    if path is None:
-        return
-    try:
-        files.check_writable(path)
-        other = path.exists() and path.stat().st_size > 0 and not is_ours(path)
-    except OSError as error:
-        raise BadInput(
-            f"gradsync plan: {option} {path} cannot be written: {error.strerror}; name a file in a folder that exists"
-        ) from None
-    if other:
-        raise BadInput(f"gradsync plan: {option} {path} is something else already: name another file, or remove it")

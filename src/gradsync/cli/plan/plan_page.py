@@ -6,11 +6,12 @@ Names come from files that anybody may have written, so every text goes through 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 
+from gradsync import svg
 from gradsync.cli.plan.answer import Answer, saving
 from gradsync.cli.plan.candidate_rows import footnote, groups
-from gradsync.cli.plan.chart import ChartMark, Line, draw_chart
 from gradsync.cli.plan.figures import show_interval, show_ms, show_saving, show_share
 from gradsync.cli.plan.one_line import in_one_line
 from gradsync.cli.plan.step_picture import draw_timeline
@@ -21,6 +22,10 @@ from gradsync.planner.prediction import Prediction
 from gradsync.planner.snippet import as_python, in_words
 from gradsync.units import show_nbytes
 
+# All in px.
+_WIDTH, _HEIGHT = 860, 340
+_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 24, 14, 44
+_KEY = 20  # a line of the key
 Swept = tuple[Axis, Sequence[SweepPoint]]
 
 _STYLE = """
@@ -104,7 +109,7 @@ def _chart(answer: Answer, axis: Axis, points: Sequence[SweepPoint]) -> Iterator
 
 
 def _now(answer: Answer, axis: Axis) -> float:
-    """Where on the axis the question is."""
+    """The value on the axis that the question has now."""
     if axis.what == "gpus":
         return answer.cluster.world_size
     return answer.profile.tokens if axis.what == "tokens" else narrow_link(answer.cluster).bandwidth / answer.arrives
@@ -142,3 +147,47 @@ def _list(title: str, texts: Sequence[str]) -> Iterator[str]:
         yield f"<h2>{escape(title)}</h2><ul>"
         yield from (f"<li>{escape(text)}</li>" for text in texts)
         yield "</ul>"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A name and (x, overhead) by rising x."""
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True)
+class ChartMark:
+    """A place on the axis that is worth a name: today's network."""
+
+    at: float
+    name: str
+
+
+def draw_chart(lines: Sequence[Line], labels: Sequence[tuple[float, str]], mark: ChartMark | None = None) -> str:
+    """An SVG: x logarithmic with these labels, y from 0 to 100 % of the step."""
+    ends = [x for line in lines for x, _ in line.points]
+    plot = svg.Plot(_LEFT, _TOP, _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM, min(ends), max(ends))
+    shares = [(_y(plot, percent / 100), f"{percent} %") for percent in (0, 25, 50, 75, 100)]
+    parts = [*plot.grid(shares, [(value, escape(label)) for value, label in labels])]
+    if mark is not None and plot.low <= mark.at <= plot.high:
+        x = plot.x(mark.at)
+        parts += [svg.line("mark", x, _TOP, x, plot.foot), svg.text("x", x, _TOP - 2, escape(mark.name))]
+    for number, line in enumerate(lines):
+        parts += _line(plot, number, line)
+        y = _HEIGHT + _KEY * number
+        parts.append(svg.path(f"series s{number}", [(_LEFT, y), (_LEFT + 28, y)]))
+        parts.append(svg.text("", _LEFT + 36, y + 4, escape(line.name)))
+    return svg.figure("chart", _WIDTH, _HEIGHT + _KEY * len(lines), "overhead by size", parts)
+
+
+def _y(plot: svg.Plot, share: float) -> float:
+    return plot.top + plot.height * (1 - min(1.0, max(0.0, share)))
+
+
+def _line(plot: svg.Plot, number: int, line: Line) -> Iterator[str]:
+    points = [(plot.x(x), _y(plot, share)) for x, share in line.points]
+    yield svg.path(f"series s{number}", points)
+    for (x, y), (_, share) in zip(points, line.points, strict=True):
+        yield svg.circle(f"f{number}", x, y, escape(f"{line.name}: {show_share(share)}"))

@@ -144,7 +144,7 @@ def _varied(what: What, value: float, answer: Answer) -> tuple[ModelProfile, Clu
 
 
 def as_json(axis: Axis, points: list[SweepPoint]) -> dict[str, Any]:
-    """See docs/planning.md."""
+    """The sweep for machines; docs/planning.md tells its fields."""
     return {
         "what": axis.what,
         "points": [

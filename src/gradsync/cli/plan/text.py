@@ -52,7 +52,7 @@ def assumptions(answer: Answer) -> list[str]:
 
 
 def _dtype(answer: Answer) -> list[str]:
-    """Half the bytes or twice as many: what nobody said is said."""
+    """A sentence on the dtype where nobody said it: half the bytes or twice as many."""
     if not answer.dtype_assumed:
         return []
     return [
@@ -105,7 +105,7 @@ def sweep_table(axis: Axis, points: Sequence[SweepPoint], width: int) -> Table:
         grid.add_column("", no_wrap=True)
     for point in points:
         cells = [show_value(axis, point.value), show_share(point.usual.overhead)]
-        cells += [_bar(point.usual.overhead)] if wide else []
+        cells += ["█" * round(_BAR * point.usual.overhead)] if wide else []
         cells += [_cell(it) for it in (point.same, point.lossy, point.best)]
         if point.goodput is not None:
             cells += [show_share(point.goodput.share), "*" if point.extrapolated else ""]
@@ -119,10 +119,6 @@ def show_value(axis: Axis, value: float) -> str:
     ('1 Gbit/s', '4,096')
     """
     return show_bits(value) if axis.what == "bandwidth" else show_count(value)
-
-
-def _bar(share: float) -> str:
-    return "█" * round(_BAR * share)
 
 
 def _cell(prediction: Prediction | None) -> str:

@@ -24,7 +24,7 @@ _LIMIT = f"{100 * SMALL:.0f} %"
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Where the answer becomes another; None: nowhere near.
+    """The values at which the answer becomes another; None: nowhere near.
 
     Args:
         bandwidth: Bytes per second of the narrow link, as the planner counts them, from which on exact averaging costs

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from gradsync import files
+from gradsync.cli.gpu_option import add_share_gpus, check_share_gpus
 from gradsync.cli.local_ranks import measure_alone, measure_as_rank
 from gradsync.cli.plan.figures import printable
 from gradsync.cli.probe.text import FOOTNOTE, as_json, sentences, tables
-from gradsync.cli.shared import BadInput, Parser, whole_number, wide_console
+from gradsync.cli.shared import BadInput, Parser, check_ranks, check_writable, show, whole_number, wide_console
 from gradsync.cluster import Cluster
 from gradsync.launch.environment import Task, read_task
 from gradsync.launch.init import init
@@ -33,6 +33,7 @@ _EXAMPLE = """\
 example:
   gradsync probe                               2 ranks of this machine; writes cluster.toml
   gradsync probe --ranks 4 --out box.toml      4 ranks, another file
+  gradsync probe --share-gpus                  2 ranks over NCCL, on one GPU if there is one
   gradsync plan --cluster box.toml --params 1e9 --tokens 8192
 
 under a launcher, on one host or several, each of its processes is a rank; rank 0 writes the file:
@@ -43,11 +44,7 @@ under a launcher, on one host or several, each of its processes is a rank; rank 
 def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     """Put `probe` among the commands."""
     parser = commands.add_parser(
-        "probe",
-        help="measure the links and ranks, for gradsync plan",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "probe", help="measure the links and ranks, for gradsync plan", description=_DESCRIPTION, epilog=_EXAMPLE
     )
     add = parser.add_argument
     add("--ranks", type=whole_number(2, _MAX_RANKS), metavar="N", help=f"processes to start ({_DEFAULT_RANKS})")
@@ -55,6 +52,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     add(
         "--brief", action="store_true", help="a few seconds: fewer sizes, no check of the fit, no search for slow links"
     )
+    add_share_gpus(parser)
     add("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=run)
 
@@ -71,7 +69,9 @@ def run(options: argparse.Namespace) -> int:
         _check_file(options.out)
     if task is None:
         ranks = options.ranks or _DEFAULT_RANKS
-        findings = measure_alone(partial(measure, brief=options.brief), ranks, len(STAGES), options.json, _BOUND_S)
+        check_share_gpus("probe", options.share_gpus, ranks)
+        act = partial(measure, brief=options.brief)
+        findings = measure_alone(act, ranks, len(STAGES), options.json, _BOUND_S, options.share_gpus)
     else:
         findings = _probe_under_launcher(options, task)
     if task is None or task.rank == 0:
@@ -81,11 +81,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _probe_under_launcher(options: argparse.Namespace, task: Task) -> ProbeFindings:
-    if options.ranks not in (None, task.world_size):
-        raise BadInput(
-            f"gradsync probe: --ranks {options.ranks}, but {task.launcher} started {task.world_size}: leave --ranks out"
-        )
-    init()
+    check_ranks("probe", options.ranks, task)
+    check_share_gpus("probe", options.share_gpus, ranks=1)
+    init(share_gpus=options.share_gpus or None)
     findings = measure_as_rank(partial(measure, brief=options.brief), len(STAGES), options.json)
     dist.barrier()
     dist.destroy_process_group()
@@ -94,14 +92,12 @@ def _probe_under_launcher(options: argparse.Namespace, task: Task) -> ProbeFindi
 
 def _check_file(path: Path) -> None:
     """Check, before anything is measured, that the file can be written, and that nothing else is lost by it."""
+    check_writable("gradsync probe: --out", path)
     try:
-        files.check_writable(path)
         if path.exists() and path.stat().st_size:
             Cluster.load(path)
     except OSError as error:
-        raise BadInput(
-            f"gradsync probe: --out {path} cannot be written: {error.strerror}; name a file in a folder that exists"
-        ) from None
+        raise BadInput(f"gradsync probe: --out {path} cannot be read: {error.strerror}; name another file") from None
     except (ValueError, TypeError) as error:
         raise BadInput(
             f"gradsync probe: --out {path} exists and is no cluster file ({printable(str(error))}): name another file"
@@ -118,13 +114,7 @@ def _save(cluster: Cluster, path: Path) -> None:
 
 
 def _show(findings: ProbeFindings, options: argparse.Namespace) -> None:
-    console = wide_console()
     if options.json:
-        console.out(json.dumps(as_json(findings, options.out), indent=1))
-        return
-    for table in tables(findings):
-        console.print(table)
-    console.print(FOOTNOTE, style="dim")
-    console.print()
-    for sentence in sentences(findings, options.out):
-        console.print(f"• {sentence}", soft_wrap=not console.is_terminal, markup=False)
+        wide_console().out(json.dumps(as_json(findings, options.out), indent=1))
+    else:
+        show(tables(findings), FOOTNOTE, sentences(findings, options.out), soft_wrap=True)

@@ -27,7 +27,7 @@ FOOTNOTE = (
 
 
 def tables(findings: ProbeFindings) -> list[Table]:
-    """One for each tier, one for what computes."""
+    """A table for each tier, and one for what computes."""
     return [*(_tier(name, fit) for name, fit in findings.tiers.items()), _codecs(findings.cluster)]
 
 

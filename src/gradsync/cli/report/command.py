@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from gradsync import files
-from gradsync.cli.report import as_json
 from gradsync.cli.report.text import tell, tell_both
-from gradsync.cli.shared import BadInput, Parser, whole_number, wide_console
-from gradsync.report.compare import compare
+from gradsync.cli.shared import BadInput, Parser, check_writable, whole_number, wide_console
+from gradsync.report.compare import Comparison, compare
 from gradsync.report.summary import Summary, summarize
 from gradsync.report.wording import clean, printable
 from gradsync.trace.reader import RunTrace, read_run
 
+# Of the JSON, whose fields are a promise, told in docs/report.md.
+VERSION = 1  # goes up when a field changes its meaning or goes away; new ones may come at any time
 _DESCRIPTION = """\
 Reads the traces that all ranks of a run have written, also while it still runs: what synchronization costs, which rank
 the others wait for and in what, which link is slow, and what to do about it. docs/report.md explains every number.
@@ -40,7 +44,6 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         help="what synchronization cost in a run, and who is to blame",
         description=_DESCRIPTION,
         epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="the folder that was traced to; two of them are compared")
@@ -66,13 +69,13 @@ def run(options: argparse.Namespace) -> int:
         names = _names(*options.runs)
         compared = compare(first, second, names)
         if options.json:
-            console.out(json.dumps(as_json.both_as_json(first, second, compared, names), indent=1))
+            console.out(json.dumps(both_as_json(first, second, compared, names), indent=1))
         else:
             tell_both(console, compared, names, (first.verdict, second.verdict))
         return 0
     written = _export(options, traces[0], summaries[0])
     if options.json:
-        console.out(json.dumps(as_json.as_json(summaries[0], str(options.runs[0])), indent=1))
+        console.out(json.dumps(as_json(summaries[0], str(options.runs[0])), indent=1))
         return 0
     tell(console, summaries[0])
     for sentence in written:
@@ -104,26 +107,14 @@ def _check_files(options: argparse.Namespace) -> None:
             raise BadInput(f"gradsync report: --{option} shows one run: name one folder, or leave --{option} out")
         folder = path if option == "tensorboard" and path.exists() else path.parent
         if option in _FILES:
-            _check_writable(option, path)
+            check_writable(f"gradsync report: --{option}", path, partial(_is_ours, beginning=_FILES[option]))
         elif not folder.is_dir():
             raise BadInput(f"gradsync report: --{option} {path} cannot be written: name a file in a folder that exists")
-        if option in _FILES and path.exists() and not _is_ours(path, _FILES[option]):
-            raise BadInput(f"gradsync report: --{option} {path} is something else already: name another file")
-
-
-def _check_writable(option: str, path: Path) -> None:
-    try:
-        files.check_writable(path)
-    except OSError as error:
-        raise BadInput(
-            f"gradsync report: --{option} {path} cannot be written: {error.strerror}; "
-            "name a file in a folder that exists"
-        ) from None
 
 
 def _is_ours(path: Path, beginning: str) -> bool:
     try:
-        return files.beginning(path, len(beginning)) in (b"", beginning.encode("ascii"))
+        return files.beginning(path, len(beginning)) == beginning.encode("ascii")
     except OSError:
         return False
 
@@ -159,3 +150,33 @@ def _write(option: str, path: Path, write: Callable[[Path], object]) -> None:
         write(path)
     except OSError as error:
         raise BadInput(f"gradsync report: --{option} {path} cannot be written: {error.strerror}") from None
+
+
+def as_json(summary: Summary, name: str) -> dict[str, Any]:
+    """Everything that is printed, and every number."""
+    return {"command": "report", "version": VERSION, **_run(summary, name)}
+
+
+def both_as_json(first: Summary, second: Summary, comparison: Comparison, names: tuple[str, str]) -> dict[str, Any]:
+    """Two runs, each as it would be alone."""
+    return {
+        "command": "report",
+        "version": VERSION,
+        "verdict": comparison.verdict,
+        "rows": [row._asdict() for row in comparison.rows],
+        "runs": [_run(first, names[0]), _run(second, names[1])],
+    }
+
+
+def _run(summary: Summary, name: str) -> dict[str, Any]:
+    return {
+        "run": name,
+        "verdict": summary.verdict,
+        "numbers": summary.numbers,
+        "blame": [each._asdict() for each in summary.blame],
+        "links": [each._asdict() for each in summary.links],
+        "errors": [asdict(each) for each in summary.errors],
+        "health": [asdict(each) for each in summary.health],
+        "warnings": [each._asdict() for each in summary.warnings],
+        "facts": [each._asdict() for each in summary.facts],
+    }

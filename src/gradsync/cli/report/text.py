@@ -17,7 +17,7 @@ _MOST = 10  # sentences of one kind
 
 
 def tell(console: Console, summary: Summary) -> None:
-    """All of one run."""
+    """Print all of one run."""
     _verdict(console, summary.verdict)
     culprits = [(each.text, each.advice) for each in summary.blame] + [(it.text, it.advice) for it in summary.links]
     _sentences(console, "Who is to blame", culprits, "red")
@@ -30,7 +30,7 @@ def tell(console: Console, summary: Summary) -> None:
 
 
 def tell_both(console: Console, comparison: Comparison, names: tuple[str, str], verdicts: tuple[str, str]) -> None:
-    """Two runs."""
+    """Print two runs side by side."""
     _verdict(console, comparison.verdict)
     console.print()
     for name, verdict in zip(names, verdicts, strict=True):
@@ -65,7 +65,7 @@ def _both(rows: Sequence[ComparedNumber], names: tuple[str, str]) -> Table:
 
 
 def _sentences(console: Console, title: str, told: Iterable[tuple[str, str]], style: str) -> None:
-    """(sentence, advice) each; the first few."""
+    """Print the first few sentences, each with its advice."""
     sentences = list(told)
     if not sentences:
         return

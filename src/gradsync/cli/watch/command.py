@@ -7,6 +7,8 @@ import ipaddress
 import os
 import re
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -14,8 +16,12 @@ from rich.console import Console
 from gradsync import files, units
 from gradsync.cli.shared import BadInput, Parser, spoken, whole_number
 from gradsync.cli.watch.terminal import watch
-from gradsync.cli.watch.wait_for_run import await_run
+from gradsync.report.live.feed import FeedReader, FeedUpdate
+from gradsync.report.wording import printable
+from gradsync.transport.awake_clock import AwakeClock
+from gradsync.units import show_seconds
 
+_LOOK_S = 0.5
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{16,128}")
 
 _TOKEN_NBYTES = 1024
@@ -37,11 +43,7 @@ example:
 def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     """Put `watch` among the commands."""
     parser = commands.add_parser(
-        "watch",
-        help="follow a run live, in a browser or in the terminal",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "watch", help="follow a run live, in a browser or in the terminal", description=_DESCRIPTION, epilog=_EXAMPLE
     )
     add = parser.add_argument
     add("folder", type=Path, metavar="RUN", help="the folder of the run; it need not exist yet")
@@ -118,3 +120,25 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def await_run(
+    folder: Path, patience_s: float, sleep: Callable[[float], None] = time.sleep
+) -> tuple[FeedReader, FeedUpdate]:
+    """A reader of the run, and its first news; `BadInput` if none begins in time."""
+    reader = FeedReader(folder)
+    said = False
+    bound = AwakeClock(patience_s)
+    while True:
+        try:
+            return reader, reader.look()
+        except ValueError as error:
+            if folder.exists() and not folder.is_dir():
+                raise BadInput(f"gradsync watch: {error}") from None
+            if bound.over():
+                waited = f" (waited {show_seconds(patience_s)} for it: --patience)" if patience_s else ""
+                raise BadInput(f"gradsync watch: {error}{waited}") from None
+        if not said:
+            print(f"Waiting for a run to begin in {printable(str(folder))} ...", file=sys.stderr, flush=True)
+            said = True
+        sleep(_LOOK_S)

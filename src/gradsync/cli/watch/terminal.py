@@ -50,7 +50,7 @@ def watch(
 
 
 def line(update: FeedUpdate) -> str:
-    """All in a line, for a log."""
+    """The whole view in a line, for a log."""
     return f"{update.state.text}: {update.summary.verdict}"
 
 

@@ -22,7 +22,7 @@ from gradsync.pace.async_sgd.worker import AsyncWorker
 from gradsync.pace.contract import Due, Pace, PaceContext, SavedPace, Stats, below
 from gradsync.pace.trained_parameters import TrainedParameters
 from gradsync.plan.paces import AsyncSGD
-from gradsync.transport.lane import NET_S
+from gradsync.transport.groups import HOST
 
 _CHANNEL = "shards"
 _PREFIX = "async_sgd."
@@ -37,10 +37,10 @@ class AsyncSGDPace(Pace):
     def __init__(self, pace: AsyncSGD, context: PaceContext, parent: dist.ProcessGroup, timeout: float) -> None:
         """Every rank makes it at once, with equal parameters; `timeout` bounds every wait."""
         groups = context.lane.groups
-        groups.add_part(parent, _CHANNEL, list(range(groups.size)), "cpu", timeout + NET_S)
+        groups.add_part(parent, _CHANNEL, list(range(groups.size)), HOST)
         self._context = context
         self._trained = TrainedParameters(context)
-        channel, named = groups.data[_CHANNEL], self._trained.named
+        channel, named = groups.gloo(_CHANNEL), self._trained.named
         self._worker = AsyncWorker(context.lane, channel, named, context.optimizers, pace, timeout)
         self._due = Due(context.optimizers)  # a push
         self._taken: dict[torch.nn.Parameter, torch.Tensor] = {}  # gradients that an optimizer was about to apply

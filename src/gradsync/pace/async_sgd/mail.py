@@ -43,7 +43,7 @@ from gradsync.pace.async_sgd.messages import (
     read,
     write,
 )
-from gradsync.transport.groups import Channel
+from gradsync.transport.gloo_channel import GlooChannel
 from gradsync.transport.sockets import cut
 
 _GRACE_S = 4.0  # for a neighbour's ALIVE or BYE to wake the receiver, and for our own messages to leave
@@ -67,12 +67,14 @@ class _SentMessage(NamedTuple):
 class Mail:
     """Sends and receives messages on a channel that nobody else uses."""
 
-    def __init__(self, channel: Channel, rank: int, size: int, period_s: float, wires: set[tuple[int, str]]) -> None:
+    def __init__(
+        self, channel: GlooChannel, rank: int, size: int, period_s: float, sockets: set[tuple[int, str]]
+    ) -> None:
         self._channel = channel
         self._rank = rank
         self._peers = [peer for peer in range(size) if peer != rank]
         self._period_s = period_s
-        self._wires = wires  # of the lane's groups: who must cut them needs none of them any more
+        self._sockets = sockets  # of the lane's groups: who must cut them needs none of them any more
         self._sending = threading.Lock()  # a message and its payload stay together
         self._written = [0] * size
         self._heard = [0] * size
@@ -85,7 +87,7 @@ class Mail:
         self.failure: Failure | None = None
 
     def start(self, handle: Handler) -> None:
-        """From now on every message is handed to `handle`, on the receiver thread."""
+        """Hand every message to `handle` from now on, on the receiver thread."""
         if not self._peers:
             return
         for run, name in (((lambda: self._receive(handle)), "receiver"), (self._keep, "keeper")):
@@ -127,7 +129,7 @@ class Mail:
         if not self._stop.is_set():
             self.say_goodbye()
         if not self.all_gone(_GRACE_S):
-            cut(self._wires)
+            cut(self._sockets)
             self.all_gone(_GRACE_S)
 
     # On the threads

@@ -76,7 +76,7 @@ class Owner:
             self._advance()
 
     def pull(self, worker: int, clock: int) -> None:
-        """OwnerAnswer as soon as the worker may read."""
+        """Answer as soon as the worker may read."""
         with self._lock:
             self._readers[worker] = clock
             self._advance()
@@ -88,7 +88,7 @@ class Owner:
             self._advance()
 
     def drain(self, worker: int, clock: int, stays: bool) -> None:
-        """OwnerAnswer all workers at once, when the last has asked and all they pushed is applied."""
+        """Answer all workers at once, when the last has asked and all they pushed is applied."""
         with self._lock:
             self._drained[worker] = (clock, stays)
             if len(self._drained) < self._size:

@@ -115,7 +115,7 @@ class Histogram:
         return self._sum / max(1, sum(self._counts))
 
     def counts(self) -> dict[str, int]:
-        """Up to the highest class that was met."""
+        """The counts by class, up to the highest class that was met."""
         return {_name(place): count for place, count in enumerate(self._counts)}
 
 

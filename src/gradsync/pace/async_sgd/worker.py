@@ -30,7 +30,7 @@ from gradsync.pace.async_sgd.owner import Owner
 from gradsync.pace.async_sgd.peer_wait import PeerWait
 from gradsync.pace.async_sgd.shard import Named, Shard, partition
 from gradsync.plan.paces import AsyncSGD
-from gradsync.transport.groups import Channel
+from gradsync.transport.gloo_channel import GlooChannel
 from gradsync.transport.lane import Lane
 
 _PERIOD_S = 1.0  # of keep-alives; far below any group's timeout
@@ -46,7 +46,7 @@ class AsyncWorker:
     def __init__(
         self,
         lane: Lane,
-        channel: Channel,
+        channel: GlooChannel,
         parameters: Named,
         optimizers: Sequence[Optimizer],
         settings: AsyncSGD,
@@ -59,7 +59,7 @@ class AsyncWorker:
         names = [[parameters[index][0] for index in share] for share in shares]
         mine = [parameters[index] for index in shares[self._rank]]
         self._inbox = inbox = Inbox(size)
-        self._mail = mail = Mail(channel, self._rank, size, min(_PERIOD_S, timeout / 8), lane.groups.wires)
+        self._mail = mail = Mail(channel, self._rank, size, min(_PERIOD_S, timeout / 8), lane.groups.sockets)
         self._owner = owner = Owner(Shard(mine, optimizers), size, settings, _answer(self._rank, inbox, mail))
         self._peer_wait = PeerWait(lane, timeout, names, lambda: mail.failure)
         self.clock = 0
@@ -74,7 +74,7 @@ class AsyncWorker:
         mail.start(_serve(owner, inbox, lane))
 
     def push(self) -> None:
-        """After a backward: hand the gradients to their owners; they are None afterwards."""
+        """Hand the gradients to their owners after a backward; they are None afterwards."""
         what = "a push of gradients"
         self._peer_wait.check(what)
         if not self._live:
@@ -97,7 +97,7 @@ class AsyncWorker:
         self._owner.push(self._rank, self.clock, self._versions[self._rank], payloads[self._rank])
 
     def pull(self) -> None:
-        """Before a forward: wait as `max_staleness` says, then take the newest parameters of all owners."""
+        """Wait before a forward as `max_staleness` says, then take the newest parameters of all owners."""
         answers = self._ask(ShardMessage(MessageKind.PULL, self.clock), f"a read of parameters at clock {self.clock}")
         self._distance = max(self._distance, self.clock - min(answer.slowest for answer in answers))
         self._is_level = self._is_level or len(self._shares) == 1  # who is alone has read all that was pushed

@@ -18,7 +18,7 @@ class AlignedClocks:
         self._usual_s = usual_s
 
     def offset_s(self, step: int) -> float:
-        """Between two estimates a straight line: quartz drifts, it does not jump.
+        """The offset, between two estimates on a straight line: quartz drifts, it does not jump.
 
         >>> clock = AlignedClocks([ClockShift(0, 1.0, 0.0), ClockShift(10, 2.0, 0.0)], 0.0)
         >>> [clock.offset_s(step) for step in (0, 5, 10, 99)]

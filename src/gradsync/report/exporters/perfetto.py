@@ -195,6 +195,6 @@ def _thread_name(thread: int) -> str:
 
 
 def _short(text: str) -> str:
-    """Names come from files that anybody may have written."""
+    """A name, cut and made printable: names come from files that anybody may have written."""
     shown = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text[:_MOST_LETTERS])
     return shown + ("…" if len(text) > _MOST_LETTERS else "")

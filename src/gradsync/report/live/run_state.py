@@ -60,7 +60,7 @@ def look_of(folder: Path) -> Mark:
 
 
 def silence_s(folder: Path) -> float:
-    """Since when nobody has written."""
+    """The seconds for which nobody has written."""
     times = []
     for path in folder.glob("rank-*.jsonl"):
         try:

@@ -180,7 +180,7 @@ async def _no_trace(_: Request, error: Exception) -> Response:
 
 
 async def _body(request: Request) -> bytes | None:
-    """None if it is longer than any token."""
+    """The body of a request; None if it is longer than any token."""
     found = b""
     async for piece in request.stream():
         found += piece

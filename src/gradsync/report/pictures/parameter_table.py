@@ -109,12 +109,8 @@ def _bar(weight: ParameterBytes, largest: int) -> str:
     width = max(1.0, _BAR * weight.nbytes / largest)
     bars = [svg.rect("raw", 0, 0, width, 12)]
     if weight.sent is not None:
-        bars.append(svg.rect("wire", 0, 0, _strong(weight, width), 12))
+        bars.append(svg.rect("wire", 0, 0, width * weight.sent / weight.nbytes if weight.nbytes else 0.0, 12))
     return svg.symbol("bar", _BAR, 12, *bars)
-
-
-def _strong(weight: ParameterBytes, width: float) -> float:
-    return width * (weight.sent or 0.0) / weight.nbytes if weight.nbytes else 0.0
 
 
 def _sum(parts: Sequence[float | None]) -> float | None:

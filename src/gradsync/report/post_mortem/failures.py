@@ -118,7 +118,7 @@ def _missed(seen: SeenByRank, raised: ErrorByRank, rank: int) -> tuple[int, floa
 
 
 def _own_error(run: RunTrace, seen: SeenByRank, own: ErrorByRank) -> Incident:
-    """NaN, a disagreement, or any exception."""
+    """The incident of a rank's own error: NaN, a disagreement, or any exception."""
     rank = min(own, key=lambda rank: _when(seen, own, rank))
     error = own[rank]
     if (found := health_incident_behind(run, error)) is not None:
@@ -141,7 +141,7 @@ def _somebody_left(seen: SeenByRank, step: int) -> bool:
 
 
 def _missing(run: RunTrace, seen: SeenByRank, raised: ErrorByRank, named: Sequence[int]) -> Incident:
-    """Killed, vanished, left, or late."""
+    """The incident of a rank that was killed, vanished, left, or was late."""
     rank = min(named, key=lambda rank: (*_missed(seen, raised, rank), rank))
     accusers = sorted((each for each in raised if each != rank), key=lambda each: _when(seen, raised, each))
     naming = [each for each in accusers if rank in raised[each].ranks]
@@ -162,7 +162,7 @@ def _missing(run: RunTrace, seen: SeenByRank, raised: ErrorByRank, named: Sequen
 
 
 def _broken_connections(run: RunTrace, seen: SeenByRank, raised: ErrorByRank, named: Sequence[int]) -> Incident:
-    """Each holds another responsible, and all lived to say so: what failed is between them."""
+    """The incident where each blames another, and all lived to say so: what failed is between them."""
     step = min(raised[rank].step for rank in named)
     hosts = sorted({seen[rank].host for rank in named})
     where = f"the network between hosts {' and '.join(hosts)}" if len(hosts) > 1 else f"host {hosts[0]}"

@@ -76,7 +76,7 @@ class Incident:
 
 
 class IncidentLocation:
-    """Where something happened, and the run from which an `Incident` of that place is made."""
+    """The place where something happened, and the run from which an `Incident` of that place is made."""
 
     def __init__(self, run: RunTrace, ranks: Sequence[int], step: int | None, bucket: int | None = None) -> None:
         self.run, self.ranks, self.step, self.bucket = run, list(ranks), step, bucket

@@ -54,7 +54,7 @@ class LastSeen(NamedTuple):
 
     @property
     def silent(self) -> bool:
-        """It neither left nor said what went wrong."""
+        """Whether it neither left nor said what went wrong."""
         return self.ended is None and self.error is None
 
 

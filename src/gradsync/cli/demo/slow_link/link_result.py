@@ -66,7 +66,7 @@ class LinkResult:
         return min(self.arm(DDP), self.arm(GRADSYNC), key=lambda arm: arm.step_ms.median)
 
     def keeps_up(self, arm: LinkVariantResult) -> bool:
-        """Whether it learned as much as DDP in the same steps, but for a hundredth of the loss."""
+        """Whether an arm learned as much as DDP in the same steps, but for a hundredth of the loss."""
         return arm.validation_loss <= 1.01 * self.arm(DDP).validation_loss
 
     def as_json(self) -> dict[str, Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from gradsync.cli.bench.other_processes import disturbance
 from gradsync.cli.demo.slow_link.link_result import LinkResult
 from gradsync.cli.demo.slow_link.train_over_link import UNTIMED
+from gradsync.cli.demo.story.text import on_others, show_threads
 from gradsync.cli.demo.story.train_variants import ALONE, DDP
 
 FOOTNOTE = (
@@ -20,7 +20,7 @@ _CLEARLY = 1.1  # a gain smaller than this is none
 
 def table(result: LinkResult) -> Table:
     """One line per arm."""
-    title = f"{result.steps} steps on 2 ranks, {_threads(result.threads_per_rank)} each, over {result.rate}"
+    title = f"{result.steps} steps on 2 ranks, {show_threads(result.threads_per_rank)} each, over {result.rate}"
     grid = Table(title=title, title_justify="left", title_style="bold")
     grid.add_column("arm", no_wrap=True)
     for name in ("step ms", "times as fast\nas DDP", "MB\nsent", "validation\nloss", "loss,\nmeasured"):
@@ -39,15 +39,8 @@ def table(result: LinkResult) -> Table:
 
 def sentences(result: LinkResult) -> list[str]:
     """What one sees in the table; nothing of times that others have spoiled."""
-    times = [_on_others(result)] if result.disturbed else [_on_speed(result), _on_a_fast_link(result)]
+    times = [on_others(result)] if result.disturbed else [_on_speed(result), _on_a_fast_link(result)]
     return [*times, _on_loss(result)]
-
-
-def _on_others(result: LinkResult) -> str:
-    return (
-        f"{disturbance(result.busy_cores_of_others, result.cores)}: the step times above prove "
-        "nothing. Run it again when the machine is idle."
-    )
 
 
 def _on_speed(result: LinkResult) -> str:
@@ -88,7 +81,3 @@ def _percent(share: float) -> str:
     """
     percent = 100 * share
     return f"{percent:.0f} %" if percent >= 9.5 else f"{percent:.2f} %"
-
-
-def _threads(count: int) -> str:
-    return "1 thread" if count == 1 else f"{count} threads"

@@ -14,13 +14,14 @@ from gradsync.cli.demo.story.corpus import VOCABULARY
 
 @dataclass(frozen=True)
 class DemoShape:
-    """How large the model and each rank's share of a batch are."""
+    """How large the model and each rank's share of a batch are, and on what they are."""
 
     layers: int = 4
     width: int = 128
     heads: int = 4
     context: int = 64
     batch: int = 8
+    device: str = "cpu"
 
 
 class CharTransformer(nn.Module):
@@ -70,7 +71,7 @@ def build(shape: DemoShape) -> CharTransformer:
     """A model whose weights are equal at every call, on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return CharTransformer(shape)
+        return CharTransformer(shape).to(shape.device)
 
 
 def loss_of(model: Callable[[torch.Tensor], torch.Tensor], batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

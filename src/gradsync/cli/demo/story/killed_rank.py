@@ -56,7 +56,7 @@ class RankDeath:
         return asdict(self)
 
     def summary(self) -> str:
-        """What it comes to, in a line."""
+        """What this death comes to, in a line."""
         named = sum(report.names_killed_rank for report in self.fates)
         last = max(report.seconds for report in self.fates)
         told = "every survivor knew" if all(report.error for report in self.fates) else "not every survivor knew"
@@ -87,7 +87,7 @@ def train_until_death(arm: str, killed: int, shape: DemoShape, folder: str) -> N
 
 
 def watch_death(pool: RankPool, arm: str, killed: int, shape: DemoShape, folder: str) -> RankDeath:
-    """Let it happen, on the ranks of this pool, and read what they left."""
+    """Let a rank die, on the ranks of this pool, and read what they left."""
     left = Path(folder) / arm
     left.mkdir()
     pool.pids()  # started before the clock

@@ -47,7 +47,7 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class SlowInput:
-    """What came of it."""
+    """What came of training with a slow input."""
 
     slowed: int
     slowed_ms: float

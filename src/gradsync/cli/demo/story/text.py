@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.table import Table
 
 from gradsync.cli.bench.other_processes import disturbance
@@ -9,11 +11,14 @@ from gradsync.cli.demo.story.demo_result import DemoResult, DemoVariantResult, V
 from gradsync.cli.demo.story.train_variants import ALONE, DDP, GRADSYNC, ONE
 from gradsync.cli.demo.story.weight_distance import WeightDistance
 
+if TYPE_CHECKING:
+    from gradsync.cli.demo.slow_link.link_result import LinkResult
+
 FOOTNOTE = (
     "step ms: median (middle half); the arms run 5 steps each in turn. exposed ms: median step minus that of no sync. "
     "MB sent: by each rank in a step over the network; for DDP 2(n-1)/n of the gradients' size, as its ring sends; "
-    "gradsync adds up in shared memory and sends none. DDP: gradient_as_bucket_view=True. validation loss: rank 0's, "
-    "on files held out, in nats per character."
+    "gradsync sends none where it adds up in shared memory. DDP: gradient_as_bucket_view=True. validation loss: "
+    "rank 0's, on files held out, in nats per character."
 )
 
 
@@ -38,17 +43,18 @@ def table(result: DemoResult) -> Table:
 
 def sentences(result: DemoResult) -> list[str]:
     """What one sees in the table; nothing of times that others have spoiled."""
-    times = [_on_others(result)] if result.disturbed else [_on_speed(result), _on_ranks(result)]
+    times = [on_others(result)] if result.disturbed else [_on_speed(result), _on_ranks(result)]
     return [_on_learning(result), _on_drift(result), _on_equality(result), *times]
 
 
 def _title(result: DemoResult) -> str:
     each = result.threads_per_rank
-    together = f"{ONE} with {_threads(result.ranks * each)}"
-    return f"{result.steps} steps: {together}, or {result.ranks} ranks with {_threads(each)} each"
+    together = f"{ONE} with {show_threads(result.ranks * each)}"
+    return f"{result.steps} steps: {together}, or {result.ranks} ranks with {show_threads(each)} each"
 
 
-def _threads(count: int) -> str:
+def show_threads(count: int) -> str:
+    """How many, in words."""
     return "1 thread" if count == 1 else f"{count} threads"
 
 
@@ -94,7 +100,8 @@ def _on_equality(result: DemoResult) -> str:
     )
 
 
-def _on_others(result: DemoResult) -> str:
+def on_others(result: DemoResult | LinkResult) -> str:
+    """What others' work has spoiled."""
     return (
         f"{disturbance(result.busy_cores_of_others, result.cores)}: the step times above prove nothing. "
         "Run it again when the machine is idle."

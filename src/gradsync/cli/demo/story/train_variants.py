@@ -112,6 +112,8 @@ def _run_round(arm: DemoVariant, text: Text, shape: DemoShape, steps: range, fol
             loss_of(arm.model, batch).backward()
             arm.optimizer.step()
             arm.optimizer.zero_grad()
+            if shape.device == "cuda":
+                torch.cuda.synchronize()
             if step >= _UNTIMED:
                 arm.rounds[-1].append(time.perf_counter() - start)
             if dist.get_rank() == 0:
@@ -127,7 +129,8 @@ def _batch(arm: DemoVariant, text: Text, shape: DemoShape, step: int) -> tuple[t
 
 def rank_batch(text: Text, shape: DemoShape, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What this rank trains on in this step, the same in every arm."""
-    return draw(text.train, shape.batch, shape.context, seed=step * MAX_RANKS + rank)
+    windows, following = draw(text.train, shape.batch, shape.context, seed=step * MAX_RANKS + rank)
+    return windows.to(shape.device), following.to(shape.device)
 
 
 @contextmanager
@@ -186,5 +189,5 @@ def _gather(weights: torch.Tensor) -> list[torch.Tensor]:
 @torch.no_grad()
 def validate(model: nn.Module, text: Text, shape: DemoShape, windows: int = _VALIDATION_WINDOWS) -> float:
     """How surprised the model is by files that nobody trained on."""
-    batch = draw(text.validation, windows, shape.context, seed=_VALIDATION_SEED)
-    return float(loss_of(model, batch))
+    characters, following = draw(text.validation, windows, shape.context, seed=_VALIDATION_SEED)
+    return float(loss_of(model, (characters.to(shape.device), following.to(shape.device))))

@@ -8,28 +8,29 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Unpack
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import torch
 
 from gradsync.agreement.header import Call, Flag, Head, meet
 from gradsync.engine import loop_errors
 from gradsync.engine.assemble import Engine
-from gradsync.engine.listeners import Moments
+from gradsync.engine.listeners import Hear, moments_of
 from gradsync.engine.profiler_spans import ProfilerSpans
 from gradsync.engine.trace_step import Tracing
 from gradsync.errors import GradSyncError
 from gradsync.pace.contract import PaceMoments
+from gradsync.transport.session import giving_up
 
 if TYPE_CHECKING:
     from gradsync.engine.dropped_batches import Backward, DroppedBatches
     from gradsync.engine.user_hooks import UserHooks
 
 
-class RankCalls(ABC):
-    """The part of `Steps` that is not in the way of a step."""
+class LoopControls(ABC):
+    """The part of `StepLoop` that is not in the way of a step."""
 
     dropped_batches: DroppedBatches
     user_hooks: UserHooks
@@ -42,7 +43,7 @@ class RankCalls(ABC):
         self.joining = False
         self.active: list[int] | None = None  # who voted to be active in this step, inside join()
         self.is_due: Callable[[], bool] = bool  # whether `gs.auto()` has something to do at the next border
-        self._moments: list[Moments] = []  # of listeners that stay when the plan changes
+        self._moments: list[dict[str, Hear]] = []  # of listeners that stay when the plan changes
         self._spans = ProfilerSpans()
         self._profiled = False
         self.install(engine)
@@ -56,7 +57,7 @@ class RankCalls(ABC):
         """What has not left yet leaves, and the header; nothing waits."""
 
     @abstractmethod
-    def go_on(self, in_backward: bool = True) -> None:
+    def finish(self, in_backward: bool = True) -> None:
         """What was launched comes to its end."""
 
     @abstractmethod
@@ -66,7 +67,7 @@ class RankCalls(ABC):
     def install(self, engine: Engine) -> None:
         """Work with this one from now on; nothing of a synchronization exists yet."""
         self.plan, self.synchronization, self.pace, self.recorder, self.drift_monitor = engine
-        self._lane = self.synchronization.lane
+        self.lane = self.synchronization.lane
         self._paced = PaceMoments.of(self.pace)
         self.listeners = self.synchronization.listeners
         for moments in self._moments:
@@ -76,7 +77,7 @@ class RankCalls(ABC):
         if self.tracing is not None:
             self.tracing.follow(self.synchronization, self.recorder)
 
-    def tell(self, **moments: Unpack[Moments]) -> None:
+    def tell(self, **moments: Hear) -> None:
         """Let somebody hear of these moments, whatever the plan, before those who hear of them already."""
         self._moments.append(moments)
         self.listeners.add(first=True, **moments)
@@ -85,14 +86,22 @@ class RankCalls(ABC):
         """Write down every moment from now on."""
         self.tracing = tracing
         tracing.follow(self.synchronization, self.recorder)
-        self.tell(**tracing.moments)
+        tracer = tracing.tracer
+        self.tell(**moments_of(tracing))
+        self.tell(
+            forward_begins=tracer.forward_begins,
+            backward_begins=tracer.backward_begins,
+            backward_ends=tracer.backward_ends,
+            optimizer_begins=tracer.optimizer_begins,
+            optimizer_ends=tracer.optimizer_ends,
+        )
 
     def enter_no_sync(self) -> None:
         """Backwards add to `.grad` of this rank alone from now on."""
         self.no_sync_depth += 1
 
     def leave_no_sync(self) -> None:
-        """The block is left."""
+        """The no_sync() block is left."""
         self.no_sync_depth -= 1
 
     def profile(self, runs: bool) -> None:
@@ -102,23 +111,18 @@ class RankCalls(ABC):
 
     # Failing
 
-    @contextmanager
-    def failing(self) -> Iterator[None]:
-        """After a failed synchronization no rank keeps a partial sum, and nothing more is launched."""
-        try:
-            yield
-        except BaseException as error:
-            self.give_up(error)
-            raise
+    def failing(self) -> AbstractContextManager[None]:
+        """Give up after a failure: no rank keeps a partial sum then, and nothing more is launched."""
+        return giving_up(self.give_up)
 
     @property
     def failed(self) -> bool:
-        """Whether an earlier synchronization did."""
-        return self._lane.session.failed is not None
+        """Whether an earlier synchronization failed."""
+        return self.lane.session.failed is not None
 
     def give_up(self, error: BaseException) -> None:
-        """This was raised; some errors end a step only."""
-        if not self._lane.session.give_up(error):
+        """Go no further after this error; some errors end a step only."""
+        if not self.lane.session.give_up(error):
             return
         for hear in self.listeners.failed:
             hear(error)
@@ -132,9 +136,9 @@ class RankCalls(ABC):
             entry.param.grad = None
 
     def refuse_if_failed(self) -> None:
-        """Raise if an earlier synchronization did."""
+        """Raise if an earlier synchronization failed."""
         if self.failed:
-            place = self._lane.place()
+            place = self.lane.place()
             raise GradSyncError(f"{place} an earlier synchronization failed; detach and restart the job")
 
     # Meeting
@@ -144,17 +148,17 @@ class RankCalls(ABC):
         self.refuse_if_failed()
         if call is Call.DETACH and sys.exception() is not None:
             # The others may wait elsewhere, in a collective of their framework: they hear of it, we do not wait.
-            aside = GradSyncError(f"{self._lane.place()} detached because of an error: nobody is waited for")
-            self._lane.session.give_up(aside)  # what is under way may never end
+            aside = GradSyncError(f"{self.lane.place()} detached because of an error: nobody is waited for")
+            self.lane.session.give_up(aside)  # what is under way may never end
             raise aside
         if call is not Call.VOTE:  # before a vote that was done
-            self.dropped_batches.put_right()
+            self.dropped_batches.drop_raised()
             self.dropped_batches.end_window()
         if call is not Call.DETACH:
             self.border()
         with self.failing():
             self.pace.before_meeting(call)
-            return meet(self._lane, call, len(self.synchronization.entries), word, flags)
+            return meet(self.lane, call, len(self.synchronization.entries), word, flags)
 
     def vote(self, active: bool) -> list[int]:
         """Who has data left, by index in the group."""
@@ -162,7 +166,7 @@ class RankCalls(ABC):
         return [rank for rank, head in enumerate(heads) if not head.flags & Flag.SHADOW]
 
     def vote_if_joining(self) -> None:
-        """Inside join(), every step starts with a vote."""
+        """Vote if inside join(), where every step starts with a vote."""
         if self.joining and self.active is None:
             self.active = self.vote(active=True)
 
@@ -173,11 +177,11 @@ class RankCalls(ABC):
             tell(True)
 
     def activate(self, ranks: list[int]) -> None:
-        """These have data left in this step; this one only keeps them company."""
+        """These ranks have data left in this step; this one only keeps them company."""
         self.active = ranks
 
     def join_ends(self) -> None:
-        """It is over."""
+        """The join() block is over."""
         self.joining, self.active = False, None
         for tell in self.listeners.joining:
             tell(False)
@@ -190,7 +194,7 @@ class RankCalls(ABC):
         """Have the pace bring to an end what is under way, backwards under no_sync() among it."""
         self.dropped_batches.end_window()
         if self.unsynchronized and self.pace.replicas_differ:
-            raise loop_errors.local_drain(self._lane.place())
+            raise loop_errors.local_drain(self.lane.place())
         with self.failing():
             more = self.pace.drain()
         if more:
@@ -207,7 +211,7 @@ class RankCalls(ABC):
         self.refuse_if_failed()
         self.pace.before_backward()
         self.launch(micro_batches if self.pace.k > 1 else 1, flags)
-        self.go_on(in_backward=False)
+        self.finish(in_backward=False)
         self.run_user_hooks()
 
     # What becomes of a backward that raised, or brought nothing
@@ -222,6 +226,6 @@ class RankCalls(ABC):
         self.unsynchronized += 1
 
     def nothing_came(self) -> None:
-        """It was torch.autograd.grad: no gradient was accumulated, so nothing is to be synchronized."""
+        """The backward was torch.autograd.grad: it accumulated no gradient, so nothing is to be synchronized."""
         self.synchronization.nothing_came(self.pace.backwards)
         self.pace.put_away()
