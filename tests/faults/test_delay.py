@@ -31,7 +31,7 @@ def test_a_stalled_rank_is_named_with_what_it_does(play: Play, survivors: Surviv
 
 
 def test_a_rank_that_raised_and_exited_is_named(play: Play, survivors: Survivors) -> None:
-    points = {"in_backward": "ended", "after_bucket": "failed"}
+    points = {"in_backward": "left", "after_bucket": "failed"}
     scenes = [play(1, point, "raise") for point in points]
     for scene, how in zip(scenes, points.values(), strict=True):
         for error in survivors(scene, 1):

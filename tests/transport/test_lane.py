@@ -173,6 +173,7 @@ def test_data_may_still_arrive_after_its_sender_gave_up_or_ended(lane: Lane, pee
     [
         (waiting(phase=Phase.FAILED), 5, PeerLost, "rank 5 (pid 101) failed in step 7"),
         (waiting(phase=Phase.LEFT), 5, PeerLost, "rank 5 (pid 101) left in step 7"),
+        (waiting(phase=Phase.LEFT, dead=True), 5, PeerLost, "rank 5 (pid 101) left in step 7"),
         (waiting(phase=Phase.FAILED, culprits=(2,)), 6, SyncTimeout, "rank 6 (pid 102) is alive but still backward"),
         (waiting(phase=Phase.LOST_PEER, culprits=(2,)), 6, PeerLost, "rank 6 (pid 102) gives no sign of life"),
         (waiting(phase=Phase.FAILED, culprits=(0,)), 4, SyncTimeout, "the others gave up waiting for this rank"),

@@ -108,7 +108,8 @@ def describe_peer(view: PeerView, name: str, pid: int | None, lost: bool) -> str
     if state.phase in _GAVE_UP:
         return f"{who} failed in step {state.step}"
     if state.phase == Phase.LEFT:
-        return f"{who} {'ended' if view.dead else 'left'} in step {state.step}"
+        # Whether its process is gone already depends on who looks when: the word must not.
+        return f"{who} left in step {state.step}"
     if view.dead:
         return f"{who} died in step {state.step}"
     if lost:
