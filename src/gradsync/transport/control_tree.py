@@ -1,0 +1,97 @@
+"""The tree by which ranks agree: circles of a few ranks, the first of each in the next circle up.
+
+    level 2                 0 ──────────── 32
+    level 1            0 ─ 8 ─ 16 ─ 24    32 ─ 40 …        first ranks of hosts, `FAN_OUT` to a circle
+    level 0     0 1 2 3 4 5 6 7   8 9 …   32 33 …          the ranks of a host
+
+A rank belongs to one circle, and who leads it to one more, and so on: what a rank says, hears and connects to in a
+step does not grow with the number of ranks, and the way up and down is as long as its logarithm. All of it follows
+from who shares a host, so every rank builds the same tree by itself. Pure.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+from gradsync.cluster import Hosts
+
+FAN_OUT = 16  # hosts in a circle
+MAX_LOCAL = 64  # ranks of one host in a circle
+
+
+class Circle(NamedTuple):
+    """Ranks that tell each other something, by index in the group; the first one leads, and speaks for all below it."""
+
+    level: int
+    members: tuple[int, ...]
+
+    @property
+    def leader(self) -> int:
+        return self.members[0]
+
+
+class ControlTree:
+    """All circles; each rank climbs through those it is in, from `climb(rank)[0]` on."""
+
+    def __init__(self, hosts: Hosts, fan_out: int = FAN_OUT) -> None:
+        if fan_out < 2:
+            raise ValueError(f"a circle has at least 2 members, got fan_out={fan_out}")
+        self.hosts = hosts
+        level, groups = 0, [part for host in hosts for part in _chunks(host, MAX_LOCAL)]
+        self.levels: list[tuple[Circle, ...]] = []
+        while True:
+            self.levels.append(tuple(Circle(level, members) for members in groups if len(members) > 1))
+            if len(groups) == 1:
+                break
+            level, groups = level + 1, _chunks(tuple(group[0] for group in groups), fan_out)
+        self._circle_of: dict[tuple[int, int], Circle] = {
+            (circle.level, rank): circle for circles in self.levels for circle in circles for rank in circle.members
+        }
+
+    @property
+    def root(self) -> int:
+        """The rank that hears everything first."""
+        return self.hosts[0][0]
+
+    def climb(self, rank: int) -> list[Circle]:
+        """The circles of one rank from the bottom: it leads all but the last, and the root leads that too.
+
+        >>> ControlTree(((0, 1), (2, 3), (4,))).climb(2)
+        [Circle(level=0, members=(2, 3)), Circle(level=1, members=(0, 2, 4))]
+        >>> ControlTree(((0, 1), (2, 3), (4,))).climb(3)
+        [Circle(level=0, members=(2, 3))]
+        """
+        found: list[Circle] = []
+        for level in range(len(self.levels)):
+            circle = self._circle_of.get((level, rank))
+            if circle is None:
+                continue  # alone here: it speaks for itself one level up
+            found.append(circle)
+            if circle.leader != rank:
+                break
+        return found
+
+    def below(self, rank: int, level: int) -> tuple[int, ...]:
+        """The ranks for which `rank` speaks in its circle of this level: the order in which their rows come up.
+
+        >>> ControlTree(((0, 1), (2, 3), (4,))).below(2, 1), ControlTree(((0, 1), (2, 3), (4,))).below(0, 2)
+        ((2, 3), (0, 1, 2, 3, 4))
+        """
+        if level == 0:
+            return (rank,)
+        circle = self._circle_of.get((level - 1, rank))
+        members = circle.members if circle is not None else (rank,)
+        return tuple(each for member in members for each in self.below(member, level - 1))
+
+    @property
+    def depth(self) -> int:
+        """How many circles lie one above the other."""
+        return sum(1 for circles in self.levels if circles)
+
+
+def _chunks(members: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
+    """Consecutive parts of nearly equal length, none longer than `size`."""
+    count = -(-len(members) // size)
+    ends = [len(members) * number // count for number in range(count + 1)]
+    return [members[begin:end] for begin, end in pairwise(ends)]

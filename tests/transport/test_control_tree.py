@@ -1,0 +1,60 @@
+"""Every rank is in the tree once, hears of all, and says the same however many there are."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradsync.transport.control_tree import FAN_OUT, MAX_LOCAL, ControlTree
+
+hosts = st.lists(st.integers(1, 9), min_size=1, max_size=40).map(
+    lambda sizes: tuple(tuple(range(sum(sizes[:i]), sum(sizes[: i + 1]))) for i in range(len(sizes)))
+)
+
+
+@given(hosts, st.integers(2, 5))
+def test_every_rank_is_below_the_root_once(hosts: tuple[tuple[int, ...], ...], fan_out: int) -> None:
+    tree = ControlTree(hosts, fan_out)
+    size = sum(map(len, hosts))
+    assert sorted(tree.below(tree.root, len(tree.levels))) == list(range(size))
+
+
+@given(hosts, st.integers(2, 5))
+def test_a_rank_leads_every_circle_but_its_last(hosts: tuple[tuple[int, ...], ...], fan_out: int) -> None:
+    tree = ControlTree(hosts, fan_out)
+    for rank in range(sum(map(len, hosts))):
+        climbed = tree.climb(rank)
+        assert all(rank in circle.members for circle in climbed)
+        assert all(circle.leader == rank for circle in climbed[:-1])
+        assert rank == tree.root or not climbed or climbed[-1].leader != rank
+        assert [circle.level for circle in climbed] == sorted({circle.level for circle in climbed})
+
+
+@given(hosts, st.integers(2, 5))
+def test_circles_are_small_and_hosts_stay_whole(hosts: tuple[tuple[int, ...], ...], fan_out: int) -> None:
+    tree = ControlTree(hosts, fan_out)
+    assert {circle.members for circle in tree.levels[0]} == {host for host in hosts if len(host) > 1}
+    assert all(2 <= len(circle.members) <= fan_out for level in tree.levels[1:] for circle in level)
+
+
+@pytest.mark.parametrize(("ranks", "per_host"), [(8, 8), (1024, 8), (16384, 8), (16384, 1)])
+def test_the_way_up_is_as_long_as_the_logarithm(ranks: int, per_host: int) -> None:
+    tree = ControlTree(tuple(tuple(range(at, at + per_host)) for at in range(0, ranks, per_host)))
+    num_hosts = ranks // per_host
+    assert tree.depth == (per_host > 1) + math.ceil(math.log(max(num_hosts, 1), FAN_OUT) - 1e-9)
+    most = max(sum(len(circle.members) - 1 for circle in tree.climb(rank)) for rank in range(ranks))
+    assert most <= MAX_LOCAL + FAN_OUT * tree.depth
+
+
+def test_a_host_of_very_many_ranks_is_cut() -> None:
+    tree = ControlTree((tuple(range(200)),))
+    assert all(len(circle.members) <= MAX_LOCAL for circle in tree.levels[0])
+    assert sorted(tree.below(0, len(tree.levels))) == list(range(200))
+
+
+def test_a_circle_of_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="fan_out=1"):
+        ControlTree(((0,), (1,)), 1)
