@@ -103,11 +103,11 @@ def drop() -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             x = torch.ones(2, 4) * (float("nan") if step == 1 and dist.get_rank() == 1 else dist.get_rank())
-            loss = model(x, odd=True).square().mean()
+            output = model(x, odd=True)
             if step == 2 and dist.get_rank() == dist.get_world_size() - 1:
-                loss.register_hook(fail)
+                output.register_hook(fail)
             with contextlib.suppress(ArithmeticError):
-                loss.backward()
+                output.square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         said += [str(each.message).split("] ", 1)[-1] for each in caught if "skipped" in str(each.message)]
