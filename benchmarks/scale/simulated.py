@@ -1,7 +1,7 @@
 """A network in one process, with a clock of its own: channels of circles that the control code uses as it uses gloo's.
 
-What runs on it is gradsync's own: `Lane`, `TreeExchange`, `HeaderExchange` and what judges a step. Only gloo is replaced, by
-events on a queue: a message arrives a latency after it was sent, and the queue's clock jumps to it.
+What runs on it is gradsync's own: `Lane`, `TreeExchange`, `HeaderExchange` and what judges a step. Only gloo is
+replaced, by events on a queue: a message arrives a latency after it was sent, and the queue's clock jumps to it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,18 @@ class Network:
     """Events in the order of their time, and what each rank has sent and computed."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.now = self.begun = 0.0
         self.messages: Counter[int] = Counter()  # sent, by rank
         self.nbytes: Counter[int] = Counter()
         self.python_s: Counter[int] = Counter()  # by rank, in the control code
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
+
+    def begin(self) -> None:
+        """Count from here on."""
+        self.begun = self.now
+        for counted in (self.messages, self.nbytes, self.python_s):
+            counted.clear()
 
     def at(self, moment: float, happen: Callable[[], None]) -> None:
         """Have this happen then."""

@@ -242,7 +242,7 @@ class Lane:
     def merge_all(self, row: torch.Tensor, merge: Merge, what: str) -> RowsPending:
         """Start making one row of every rank's, by the fastest way there is.
 
-        Where ranks are few, or all on one host, their rows come as they are: what is in `rows` is for the caller to merge.
+        Where ranks are few, or all on one host, their rows come as they are: to merge `rows` is for the caller.
         """
         boards = self._boards
         if boards is not None and boards.fits(row):
