@@ -11,12 +11,12 @@ from collections import Counter
 from statistics import mean
 from typing import Any
 
+from gradsync.transport.notable_ranks import NotableRank
+from gradsync.transport.speaker import Speaker
 from simulated import hosts_of
 
 from gradsync.algorithms.control_tree import ControlTree
 from gradsync.transport.heartbeat import Phase, RankState
-from gradsync.transport.notable_ranks import NotableRank
-from gradsync.transport.speaker import Speaker
 
 TICK_S, LOOK_S, LATENCY_S = 0.1, 0.25, 1e-4  # as `transport/liveness.py` has them; a slow network
 DEAD_AFTER_S = 10.0
@@ -130,7 +130,11 @@ def measure(ranks: int, per_host: int) -> dict[str, Any]:
         "store_requests_per_s": 0,
         "named_after_s": {},
     }
-    victims = {"at the edge": (speakers[-1], False), "in the middle": (_inner(hosts.tree), False), "the root": (0, True)}
+    victims = {
+        "at the edge": (speakers[-1], False),
+        "in the middle": (_inner(hosts.tree), False),
+        "the root": (0, True),
+    }
     for what, (rank, closed) in victims.items():
         if rank not in hosts.hosts or len(hosts.hosts) < 4:
             continue
