@@ -2,9 +2,9 @@
 
     met │ come │ sight │ set │ wait │ get │ agreed            of `gs.init`: seat │ met │ sight │ forming │ formed
 
-The victim acts when it comes to the named point: before it has met anybody; when its record is there; when all records
-were there; before and after its address is in the store; with the first address of a peer in hand; when all is
-connected.
+The victim acts when it comes to the named point: before it has met anybody; when its record is there and it waits;
+when all records were there; before and after its address is in the store; with the first address of a peer in hand;
+when all is connected.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ from gradsync.engine.assemble import Builder
 from gradsync.errors import PeerFault
 from gradsync.launch import forming, init
 from gradsync.transport.connecting import PolledStore
+from gradsync.transport.host_discovery import HostDiscovery
 from gradsync.transport.host_meeting import GroupMeeting, declare_host
 from gradsync.transport.host_processes import is_gone
 
 POINTS: dict[str, tuple[Any, str]] = {
     "met": (GroupMeeting, "hold"),
-    "come": (GroupMeeting, "_take"),
-    "sight": (GroupMeeting, "_compare_sights"),
+    "come": (HostDiscovery, "_look_out"),
+    "sight": (HostDiscovery, "_compare_sights"),
     "set": (PolledStore, "set"),
     "wait": (PolledStore, "wait"),
     "get": (PolledStore, "get"),

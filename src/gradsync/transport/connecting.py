@@ -33,6 +33,7 @@ from gradsync.transport.sockets import listeners
 T = TypeVar("T")
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 5e-4, 0.01
+_QUICK_RANKS, _SLICE_S = 64, 0.1
 _LEAVING_S = 2.0
 _NUMBER = struct.Struct("<q")  # what a connection of gloo says first: the pair it belongs to
 
@@ -73,15 +74,26 @@ class Attempt(Promise, Generic[T]):
         if self._given_up:
             raise AttemptCancelled("whoever asked for these connections has given up")
 
-    def pauses(self) -> Callable[[], None]:
-        """Something to call between two looks at a store: it sleeps, longer and longer up to 10 ms."""
-        pause = _FIRST_PAUSE_S
+    def pauses(self, ranks: int = 1, each_slice: Callable[[], object] = lambda: None) -> Callable[[], None]:
+        """Something to call between two looks at a store: it sleeps, longer and longer up to 10 ms.
+
+        Where more than 64 `ranks` look at one store it sleeps longer, so that all together ask it equally often;
+        `each_slice` is called several times a second nevertheless.
+        """
+        many = max(1.0, ranks / _QUICK_RANKS)
+        pause = _FIRST_PAUSE_S * many
 
         def wait() -> None:
             nonlocal pause
-            self.check()
-            time.sleep(pause)
-            pause = min(1.5 * pause, _LAST_PAUSE_S)
+            left = pause
+            while True:
+                self.check()
+                each_slice()
+                time.sleep(min(left, _SLICE_S))
+                left -= _SLICE_S
+                if left <= 0:
+                    break
+            pause = min(1.5 * pause, _LAST_PAUSE_S * many)
 
         return wait
 

@@ -123,6 +123,10 @@ class RemoteStates:
             self.mute_s = 0.0
         self._curious = curious
 
+    def hear(self, remote: Sequence[int]) -> None:
+        """Read these too from the next turn on; their first states are in the store."""
+        self.states = dict.fromkeys(remote, INITIAL) | self.states
+
     def speak_for(self, rank: int, state: RankState) -> None:
         """A rank of this host cannot post, though its process runs: leave word in its place, in the next turn."""
         self._words[rank] = state
@@ -166,8 +170,9 @@ class RemoteStates:
             self._store.set(str(rank), encode(state))
 
     def _fetch(self) -> None:
-        records = self._store.multi_get([str(rank) for rank in self.states]) if self.states else []
-        for rank, record in zip(self.states, records, strict=True):
+        ranks = list(self.states)
+        records = self._store.multi_get([str(rank) for rank in ranks]) if ranks else []
+        for rank, record in zip(ranks, records, strict=True):
             # Anybody may write to the store: what is no state changes nothing.
             if (found := decode(bytes(record))) is not None:
                 self.states[rank] = found[1]
