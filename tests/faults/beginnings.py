@@ -32,13 +32,17 @@ from gradsync.engine import assemble, attach
 from gradsync.engine.assemble import Builder
 from gradsync.errors import PeerFault
 from gradsync.launch import forming, init
+from gradsync.transport import host_meeting
 from gradsync.transport.connecting import PolledStore
 from gradsync.transport.host_discovery import HostDiscovery
 from gradsync.transport.host_meeting import GroupMeeting, declare_host
 from gradsync.transport.host_processes import is_gone
+from gradsync.transport.store_tree import StoreTree
 
 POINTS: dict[str, tuple[Any, str]] = {
     "met": (GroupMeeting, "hold"),
+    "merge": (StoreTree, "merge"),
+    "mapped": (HostDiscovery, "_hear_beyond"),
     "come": (HostDiscovery, "_look_out"),
     "sight": (HostDiscovery, "_compare_sights"),
     "set": (PolledStore, "set"),
@@ -67,11 +71,15 @@ def begin(
     interrupted: int = -1,
     patient: int = -1,
     last: int = -1,
+    block: int = 0,
 ) -> None:
     """Begin `what`; the victim acts at its `time`-th coming to the point. Rank `interrupted` hears Ctrl-C then.
 
     Rank `patient` notices silence later than the others. Rank `last` begins when all other processes have ended.
+    Ranks meet in blocks of `block`.
     """
+    if block:
+        host_meeting.BLOCK = block
     if rank == patient:
         guard = guard | {"dead_after": 3 * guard["dead_after"]}
     journal = Journal(folder / f"rank-{rank}.jsonl")

@@ -76,7 +76,6 @@ class HostDiscovery:
         self._in_view: set[int] = {rank}
         self._heard: set[int] = set()
         self._looked_at = 0.0
-        self._late: list[int] = []
 
     def steps(self) -> Iterator[Awaited]:
         """Find everybody; yields whenever there is somebody to wait for."""
@@ -123,7 +122,7 @@ class HostDiscovery:
                 lambda summary: host_map.published(summary, size),
             )
             found = host_map.read_map(said, size)
-            see(tree.value_of(RECORDS, [rank for rank in found.mates(self._rank) if rank not in hosts]))
+            see((yield from tree.values_of(RECORDS, [rank for rank in found.mates(self._rank) if rank not in hosts])))
             if len(found.hosts) > 1:
                 self._hear_beyond()
         self.map, self.absent, self.all_came = found, [], True
@@ -186,13 +185,11 @@ class HostDiscovery:
 
     def _look_at_others(self, awaited: Awaited) -> tuple[list[int], bool]:
         """Who keeps all others waiting, and whether they have come at least."""
-        missing, holding = self.tree.laggards(awaited.kind)
-        # Who was here and is no more has given up waiting: it is not whom the others wait for.
-        missing = [rank for rank in missing if rank in self._late] or missing
-        self._late = missing
+        missing, holding, left = self.tree.laggards(awaited.kind)
+        came = awaited.kind != RECORDS or not missing
         if awaited.kind == RECORDS:
             self.absent = missing
-        return missing or holding or awaited.ranks, awaited.kind != RECORDS or not missing
+        return missing or holding or awaited.ranks or left or [0], came
 
     def _hear_of_death(self) -> None:
         """Raise if somebody has left word: see [Word of a death]."""

@@ -24,11 +24,11 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from gradsync.cluster import Hosts
-from gradsync.errors import GradSyncError, PeerLost, SyncTimeout, listed, place
+from gradsync.errors import GradSyncError, PeerFault, PeerLost, SyncTimeout, listed, place
 from gradsync.transport.awake_clock import AwakeClock
 from gradsync.transport.connecting import Attempt
 from gradsync.transport.groups import Groups, fresh_prefix, give_prefix_back
-from gradsync.transport.heartbeat import Heartbeat, Phase, RankState, encode
+from gradsync.transport.heartbeat import OwnHeartbeat, Phase, RankState, encode
 from gradsync.transport.host_discovery import BEATS, HOST_NBYTES, HostDiscovery
 from gradsync.transport.host_processes import ended, is_gone, remember
 from gradsync.transport.peers import LocalPeer, Peer, RemotePeer, RemoteStates
@@ -69,7 +69,7 @@ _FAREWELL_S = 1.5  # for others to read why rank 0 gives up, before the store en
 class GroupMeeting:
     """Whom we met, the remote states if anybody is out of view, and who shares a host; filled in while `hold` runs."""
 
-    def __init__(self, groups: Groups, page: Heartbeat, own: Callable[[], RankState]) -> None:
+    def __init__(self, groups: Groups, page: OwnHeartbeat, own: Callable[[], RankState]) -> None:
         self.peers: dict[int, Peer] = {}  # by index in the group; replaced, never changed: another thread reads it
         self.remote_states: RemoteStates | None = None
         self.hosts: Hosts = ((groups.rank,),) if groups.size == 1 else ()
@@ -125,13 +125,15 @@ class GroupMeeting:
         self.absent, self.hosts = [], discovery.map.hosts
 
     def _tell_why(self, discovery: HostDiscovery, error: BaseException) -> None:
-        """Leave word of whom this rank lost, and stay for a moment where the store ends with this process."""
+        """Say because of whom this rank gives up: on its page, else it would be blamed itself, and to other blocks."""
         groups, state = self._groups, self._own()
-        lost = [groups.ranks.index(rank) for rank in error.ranks] if isinstance(error, PeerLost) else []
-        if state.phase == Phase.LOST_PEER:
-            lost = [rank for rank in state.culprits if 0 <= rank < groups.size]
+        if isinstance(error, PeerFault):
+            phase = Phase.LOST_PEER if isinstance(error, PeerLost) else Phase.FAILED
+            state = state._replace(phase=phase, culprits=tuple(map(groups.ranks.index, error.ranks)))
+            self._heartbeat.at(state.step, phase, -1, state.culprits)
+        lost = [rank for rank in state.culprits if 0 <= rank < groups.size] if state.phase == Phase.LOST_PEER else []
         if discovery.tell_lost(lost) and groups.ranks[groups.rank] == 0:
-            time.sleep(_FAREWELL_S)
+            time.sleep(_FAREWELL_S)  # the store ends with this process
 
     # What the discovery asks: see `Sight`
 

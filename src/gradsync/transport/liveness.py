@@ -141,7 +141,7 @@ class Liveness:
         clock = AwakeClock()
         while (waited := clock.look()) < _REPORT_S:
             views = self.peer_views()
-            guilty, excused = blame(views, stopped(views), self.state.step)
+            guilty, excused = blame(views, stopped(views), self.state.step, self._groups.size)
             if culprits := lost(views, self.state.step) or guilty or (excused if waited >= _QUIET_S else []):
                 return culprits, views
             time.sleep(0.02)

@@ -13,7 +13,9 @@ between or by a simulation.
 Note [Presence]
     Who has come in a circle is one number in the store, to which each member adds a bit of its own after its value is
     there. To read it (by adding nothing) takes one request and waits for nobody; so everybody can find out who is
-    missing in any block without asking for each rank, and even if the first rank of that block never came.
+    missing in any block without asking for each rank, and even if the first rank of that block never came. Who gives
+    up takes its bit back, so that a later attempt waits for it again; that it was here stands in a second number, else
+    the last to give up would miss all others.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ class Laggards(NamedTuple):
 
     missing: list[int]  # did not say it
     holding: list[int]  # first ranks of circles that have heard it of all, and not passed it on
+    left: list[int]  # took it back: they gave up waiting for the others
 
 
 class StoreCircle(NamedTuple):
@@ -102,17 +105,22 @@ class StoreTree:
         key = _key(kind, circle, self.rank)
         said = self.store.check([key])  # perhaps by this rank in an earlier life: then its bit is there
         self.store.set(key, value)
+        bit = _bit(circle, self.rank)
         if not said:
             self._told.append((kind, circle))
-        return self.store.add(_came(kind, circle), 0 if said else _bit(circle, self.rank))
+            if not (circle.level or self.one_block) and self.store.add(_left(kind, circle), 0) & bit:
+                self.store.add(_left(kind, circle), _inverse(bit))
+        return self.store.add(_came(kind, circle), 0 if said else bit)
 
     def take_back(self) -> None:
         """Unsay all of it, so that those who come later do not take this rank to be here."""
         while self._told:
             kind, circle = self._told.pop()
-            self.store.delete_key(_key(kind, circle, self.rank))
             bit = _bit(circle, self.rank)
-            self.store.add(_came(kind, circle), -bit if bit > 0 else bit)
+            if not (circle.level or self.one_block):
+                self.store.add(_left(kind, circle), bit)
+            self.store.delete_key(_key(kind, circle, self.rank))
+            self.store.add(_came(kind, circle), _inverse(bit))
 
     def take(
         self, kind: str, circle: StoreCircle, value: bytes, see: Callable[[dict[int, bytes]], object]
@@ -122,8 +130,9 @@ class StoreTree:
         missing = [rank for rank in circle.members if rank != self.rank]
         while missing:
             arrived = [rank for rank in missing if here & _bit(circle, rank)]
-            if arrived:
-                values = self.store.multi_get([_key(kind, circle, rank) for rank in arrived])
+            keys = [_key(kind, circle, rank) for rank in arrived]
+            if arrived and self.store.check(keys):  # else one has just been taken back
+                values = self.store.multi_get(keys)
                 see({rank: bytes(value) for rank, value in zip(arrived, values, strict=True)})
                 missing = [rank for rank in missing if rank not in arrived]
             if missing:
@@ -159,26 +168,34 @@ class StoreTree:
             yield Awaited(kind, [])
         return bytes(self.store.multi_get([result_key(kind)])[0])
 
-    def value_of(self, kind: str, ranks: list[int]) -> dict[int, bytes]:
-        """What ranks of other blocks said in theirs; they must have."""
+    def values_of(self, kind: str, ranks: list[int]) -> Generator[Awaited, None, dict[int, bytes]]:
+        """What ranks of other blocks said in theirs."""
         keys = [_key(kind, self._circle(0, rank), rank) for rank in ranks]
+        while keys and not self.store.check(keys):
+            yield Awaited(kind, [])  # one has been taken back since: its rank gave up, and will be heard to
         values = self.store.multi_get(keys) if keys else []
         return {rank: bytes(value) for rank, value in zip(ranks, values, strict=True)}
 
     def laggards(self, kind: str) -> Laggards:
         """Who keeps `merge` from coming to its end: looked for from the top, where something is missing."""
-        missing, holding = [], []
+        found = Laggards([], [], [])
         open_ = [self._circle(len(self._spans) - 1, 0)]
-        for circle in open_[:_MOST_LOOKS]:
+        for _ in range(_MOST_LOOKS):
+            if not open_:
+                break
+            circle = open_.pop()
             here = self.store.add(_came(kind, circle), 0)
             absent = [rank for rank in circle.members if not here & _bit(circle, rank)]
-            if not absent:
-                holding.append(circle.leader)
-            elif circle.level == 0:
-                missing += absent
-            else:
-                open_ += [self._circle(circle.level - 1, rank) for rank in absent]
-        return Laggards(sorted(missing), sorted(holding))
+            if circle.level and absent:
+                open_ += [self._circle(circle.level - 1, rank) for rank in reversed(absent)]
+                continue
+            were = self.store.add(_left(kind, circle), 0) if absent else 0
+            left = [rank for rank in absent if were & _bit(circle, rank)]
+            missing = [rank for rank in absent if rank not in left]
+            holding = [circle.leader] if not missing and circle.leader not in left else []
+            for ranks, more in zip(found, (missing, holding, left), strict=True):
+                ranks += more
+        return found
 
     def _circle(self, level: int, rank: int) -> StoreCircle:
         span, width = self._spans[level]
@@ -199,7 +216,16 @@ def _came(kind: str, circle: StoreCircle) -> str:
     return f"{kind}/{circle.level}/came-{circle.leader}"
 
 
+def _left(kind: str, circle: StoreCircle) -> str:
+    return f"{kind}/{circle.level}/left-{circle.leader}"
+
+
 def _bit(circle: StoreCircle, rank: int) -> int:
     """The rank's bit in a number of 64 bits with a sign."""
     bit = 1 << circle.members.index(rank)
-    return bit if bit < 1 << 63 else bit - (1 << 64)  # added a second time, the numbers' last bit is gone again
+    return bit if bit < 1 << 63 else bit - (1 << 64)
+
+
+def _inverse(bit: int) -> int:
+    """What takes it away again; the last bit goes when it is added a second time, as nothing carries it."""
+    return -bit if bit > 0 else bit
