@@ -96,6 +96,11 @@ class StoreTree:
         return self.circles[0]
 
     @property
+    def block_number(self) -> int:
+        """Which block it is, in the order of ranks."""
+        return self.rank // self._spans[0][1]
+
+    @property
     def one_block(self) -> bool:
         """Whether everybody hears everybody."""
         return len(self._spans) == 1
@@ -161,8 +166,7 @@ class StoreTree:
             value = join([found[rank] for rank in circle.members])
         if self.rank == 0:
             value = publish(value)
-            if len(self._spans) > from_level:
-                self.store.set(result_key(kind), value)
+            self.store.set(result_key(kind), value)
             return value
         while not self.store.check([result_key(kind)]):
             yield Awaited(kind, [])
@@ -175,6 +179,14 @@ class StoreTree:
             yield Awaited(kind, [])  # one has been taken back since: its rank gave up, and will be heard to
         values = self.store.multi_get(keys) if keys else []
         return {rank: bytes(value) for rank, value in zip(ranks, values, strict=True)}
+
+    def said(self, kind: str) -> list[int]:
+        """Who has said it in its block: a request for each block."""
+        blocks = [self._circle(0, rank) for rank in range(0, self.size, self._spans[0][1])]
+        bits = [self.store.add(_came(kind, block), 0) for block in blocks]
+        return [
+            rank for block, here in zip(blocks, bits, strict=True) for rank in block.members if here & _bit(block, rank)
+        ]
 
     def laggards(self, kind: str) -> Laggards:
         """Who keeps `merge` from coming to its end: looked for from the top, where something is missing."""
