@@ -59,7 +59,7 @@ def form_group(backend: str, rendezvous: Rendezvous, task: Task, limit: timedelt
 
 def _hear_all(store: Store, task: Task, attempt: Attempt[None]) -> None:
     """Return when every rank has the group."""
-    pause = attempt.pauses(task.world_size)
+    pause = attempt.pauses()
     for _ in StoreTree(store, task.rank, task.world_size).merge("formed", b"", b"".join, from_level=0):
         pause()
 

@@ -102,6 +102,8 @@ class GroupMeeting:
             if rank != 0 and 0 in ranks and ranks.index(0) not in self.peers:
                 raise self._without_a_store(error) from error
             raise
+        finally:
+            self._store = None
 
     def unanswered(self, waited: float) -> SyncTimeout:
         """The error if the store did not answer at all, so that nobody's absence is sure."""
@@ -115,11 +117,11 @@ class GroupMeeting:
 
     def _walk(self, discovery: HostDiscovery, attempt: Attempt[Any], bound: AwakeClock) -> None:
         """Go through the discovery, with pauses that begin anew when it waits for something else."""
-        before, pause = None, attempt.pauses()
+        before, pause = None, attempt.pauses(bound.look)
         for awaited in discovery.steps():
             self.absent = discovery.absent
             if (now := (awaited.kind, bool(awaited.ranks))) != before:
-                before, pause = now, attempt.pauses(self._groups.size, bound.look)
+                before, pause = now, attempt.pauses(bound.look)
             pause()
         assert discovery.map is not None
         self.absent, self.hosts = [], discovery.map.hosts

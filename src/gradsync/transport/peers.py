@@ -105,8 +105,8 @@ class RemoteStates:
         self.mute_s = 0.0
         self._heard = 0
         self._curious = False
-        self._users_store = store
-        self._store: Store | None = None  # ours, as soon as the thread has it
+        self._users_store: Store | None = store
+        self._store: Store | None = None  # ours, as soon as the thread has it; then we let go of the user's
         self._rank = rank
         self._own = own
         self._words: dict[int, RankState] = {}  # of ranks that we speak for
@@ -152,7 +152,7 @@ class RemoteStates:
             self._wake.clear()
             try:
                 if self._store is None:
-                    self._store = self._connect()
+                    self._store, self._users_store = self._connect(), None
                 self._post(self._store)
                 if self._curious and not self._stop:
                     self._fetch(self._store)
@@ -169,6 +169,7 @@ class RemoteStates:
 
         To make it may take the store's whole timeout, if the store has just ended.
         """
+        assert self._users_store is not None
         store: Store = self._users_store.clone()  # type: ignore[attr-defined]  # missing in the stubs
         store.set_timeout(timedelta(seconds=5))
         return store

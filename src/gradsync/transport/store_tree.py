@@ -81,7 +81,7 @@ class StoreTree:
         self.store = store
         self.rank = rank
         self.size = size
-        # Blocks are nearly equal, so that no rank is alone in the last one.
+        # Not longer than needed: of 65 ranks none is alone in the last block.
         self._spans = [(1, -(-size // -(-size // block)))]
         while (span := self._spans[-1][0] * self._spans[-1][1]) < size:
             self._spans.append((span, block))
