@@ -16,6 +16,7 @@ import gradsync as gs
 from gradsync.cluster import Hosts
 from gradsync.exchange.group_cache import group_cache
 from gradsync.plan.guard import Guard
+from gradsync.transport import host_meeting
 from gradsync.transport.host_meeting import declare_host, host_identity
 from gradsync.transport.lane import open_lane
 from gradsync.transport.liveness import LocalPeer
@@ -89,9 +90,10 @@ def test_a_host_without_a_name_is_refused(name: Any) -> None:
 # Real ranks
 
 
-def declare(names: str) -> tuple[Any, ...]:
-    """What this rank finds when every rank declares its letter."""
+def declare(names: str, block: int = BLOCK) -> tuple[Any, ...]:
+    """What this rank finds when every rank declares its letter, and ranks meet in blocks of so many."""
     gs.init(host=names[dist.get_rank()])
+    host_meeting.BLOCK = block
     try:
         total = gs.all_reduce(torch.tensor(float(dist.get_rank())), op="sum").item()
         lane = group_cache(dist.group.WORLD).lane  # type: ignore[arg-type]
@@ -100,6 +102,7 @@ def declare(names: str) -> tuple[Any, ...]:
         return lane.hosts, members, lane.one_host, watched, total
     finally:
         declare_host(None)
+        host_meeting.BLOCK = BLOCK
 
 
 @pytest.mark.parametrize(
@@ -124,9 +127,14 @@ def test_declared_hosts_split_a_group_and_its_teams(
         assert total == 6.0
 
 
-def look_away(blind: int) -> tuple[Any, ...]:
+@pytest.mark.parametrize("names", ["aaaa", "aabb", "abab", "abba"])
+def test_ranks_in_two_blocks_find_what_one_block_finds(names: str, run: Callable[..., Any]) -> None:
+    assert run(declare, names, 2, ranks=4) == run(declare, names, ranks=4)
+
+
+def look_away(blind: int, block: int = BLOCK) -> tuple[Any, ...]:
     """One rank cannot open its peers' pages, though all are on one host: a hardened kernel, say."""
-    original = LocalPeer.find
+    original, host_meeting.BLOCK = LocalPeer.find, block
     if dist.get_rank() == blind:
         LocalPeer.find = classmethod(lambda cls, pid, fd, nonce: None)  # type: ignore[assignment,method-assign]
     try:
@@ -139,8 +147,10 @@ def look_away(blind: int) -> tuple[Any, ...]:
         return (*found, total)
     finally:
         LocalPeer.find = original  # type: ignore[method-assign]
+        host_meeting.BLOCK = BLOCK
 
 
 @pytest.mark.parametrize("blind", [0, 2])
 def test_one_sided_sight_makes_hosts_of_their_own_and_sums_stay_right(blind: int, run: Callable[..., Any]) -> None:
-    assert run(look_away, blind, ranks=3) == [(((0,), (1,), (2,)), None, "", 3.0)] * 3
+    for block in (BLOCK, 2):
+        assert run(look_away, blind, block, ranks=3) == [(((0,), (1,), (2,)), None, "", 3.0)] * 3
