@@ -60,11 +60,6 @@ class StoreClient:
             self._store.later(lambda: numbers.update({key: numbers.get(key, 0) + amount}))
         return numbers.get(key, 0) + amount
 
-    def delete_key(self, key: str) -> bool:
-        self._count(key)
-        self._store.later(lambda: self._store.values.pop(key, None))
-        return key in self._store.values
-
     def _count(self, *parts: str | bytes) -> None:
         self.num_requests += 1
         self.nbytes += sum(map(len, parts))

@@ -88,7 +88,12 @@ class HostDiscovery:
         if self.tree.one_block or not ranks:
             return False
         self._store.set(FAULT, host_map.said(sorted(set(ranks))))
+        self._store.add(f"{FAULT}/told", 1)
         return True
+
+    def all_know(self, lost: Sequence[int]) -> bool:
+        """Whether every other rank has left word of these too: then none needs to read it any more."""
+        return self._store.add(f"{FAULT}/told", 0) >= len(self._ranks) - len(set(lost))
 
     def _find(self) -> Iterator[Awaited]:
         yield from self._take_records()

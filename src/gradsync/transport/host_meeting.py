@@ -135,7 +135,9 @@ class GroupMeeting:
             self._heartbeat.at(state.step, phase, -1, state.culprits)
         lost = [rank for rank in state.culprits if 0 <= rank < groups.size] if state.phase == Phase.LOST_PEER else []
         if discovery.tell_lost(lost) and groups.ranks[groups.rank] == 0:
-            time.sleep(_FAREWELL_S)  # the store ends with this process
+            bound = AwakeClock(_FAREWELL_S)  # the store ends with this process
+            while not bound.over() and not discovery.all_know(lost):
+                time.sleep(0.02)
 
     # What the discovery asks: see `Sight`
 

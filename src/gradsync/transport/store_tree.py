@@ -38,8 +38,6 @@ class KeyStore(Protocol):
 
     def add(self, key: str, amount: int) -> int: ...
 
-    def delete_key(self, key: str) -> bool: ...
-
 
 class Awaited(NamedTuple):
     """What keeps a rank from going on."""
@@ -107,10 +105,9 @@ class StoreTree:
 
     def tell(self, kind: str, circle: StoreCircle, value: bytes) -> int:
         """Say something in a circle; who has said it by now, as bits: see [Presence]."""
-        key = _key(kind, circle, self.rank)
-        said = self.store.check([key])  # perhaps by this rank in an earlier life: then its bit is there
-        self.store.set(key, value)
         bit = _bit(circle, self.rank)
+        said = self.store.add(_came(kind, circle), 0) & bit  # perhaps by this rank in an earlier life
+        self.store.set(_key(kind, circle, self.rank), value)
         if not said:
             self._told.append((kind, circle))
             if not (circle.level or self.one_block) and self.store.add(_left(kind, circle), 0) & bit:
@@ -118,13 +115,15 @@ class StoreTree:
         return self.store.add(_came(kind, circle), 0 if said else bit)
 
     def take_back(self) -> None:
-        """Unsay all of it, so that those who come later do not take this rank to be here."""
+        """Unsay all of it, so that those who come later do not take this rank to be here.
+
+        The values stay: who has just seen a bit reads one, and would wait in the store for what is not there.
+        """
         while self._told:
             kind, circle = self._told.pop()
             bit = _bit(circle, self.rank)
             if not (circle.level or self.one_block):
                 self.store.add(_left(kind, circle), bit)
-            self.store.delete_key(_key(kind, circle, self.rank))
             self.store.add(_came(kind, circle), _inverse(bit))
 
     def take(
@@ -136,7 +135,7 @@ class StoreTree:
         while missing:
             arrived = [rank for rank in missing if here & _bit(circle, rank)]
             keys = [_key(kind, circle, rank) for rank in arrived]
-            if arrived and self.store.check(keys):  # else one has just been taken back
+            if arrived:
                 values = self.store.multi_get(keys)
                 see({rank: bytes(value) for rank, value in zip(arrived, values, strict=True)})
                 missing = [rank for rank in missing if rank not in arrived]
@@ -176,7 +175,7 @@ class StoreTree:
         """What ranks of other blocks said in theirs."""
         keys = [_key(kind, self._circle(0, rank), rank) for rank in ranks]
         while keys and not self.store.check(keys):
-            yield Awaited(kind, [])  # one has been taken back since: its rank gave up, and will be heard to
+            yield Awaited(kind, [])
         values = self.store.multi_get(keys) if keys else []
         return {rank: bytes(value) for rank, value in zip(ranks, values, strict=True)}
 
