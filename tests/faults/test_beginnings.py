@@ -160,7 +160,7 @@ def test_a_rank_killed_among_blocks_of_one_host_is_named(begin: Begin, victim: i
 
 @pytest.mark.parametrize("point", ["merge", "sight"])
 def test_the_rank_that_keeps_the_store_is_named_in_all_blocks(begin: Begin, point: str) -> None:
-    named(begin("attach", point, victim=0, ranks=6, block=2, remote=True, tcp=True), victim=0)
+    named(begin("attach", point, victim=0, ranks=6, block=2, tcp=True), victim=0)
 
 
 def test_a_rank_that_does_not_come_is_named_in_all_blocks(begin: Begin) -> None:
