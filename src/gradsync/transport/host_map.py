@@ -38,7 +38,7 @@ class HostMap:
         return self.hosts[self.number[rank]]
 
     def without(self, broken: Iterable[int]) -> HostMap:
-        """The same, but on these hosts each rank counts as a host of its own.
+        """A map in which each rank of these hosts counts as a host of its own.
 
         >>> HostMap(((0, 2), (1, 3))).without([0]).hosts
         ((0,), (1, 3), (2,))

@@ -215,7 +215,7 @@ class StoreTree:
 
 
 def result_key(kind: str) -> str:
-    """Where the first rank publishes what came of a `merge`."""
+    """The key under which the first rank publishes what came of a `merge`."""
     return f"{kind}/all"
 
 
