@@ -63,11 +63,13 @@ def late(views: PeerViews, step: int) -> list[int]:
     return [rank for rank, (state, *_) in views.items() if (state.step, state.phase) != here and state.step <= step]
 
 
-def blame(views: PeerViews, suspects: Iterable[int], step: int) -> tuple[list[int], list[int]]:
+def blame(views: PeerViews, suspects: Iterable[int], step: int, size: int | None = None) -> tuple[list[int], list[int]]:
     """Follow what the suspects report: the guilty, and those who are excused unless nobody is guilty.
 
-    The guilty may include this rank itself, which has no view of its own.
+    The guilty may include this rank itself, which has no view of its own, and of a group of `size` ranks others too
+    that only the suspects can see.
     """
+    size = len(views) + 1 if size is None else size
     guilty, excused, seen = set[int](), set[int](), set[int]()
     open_ = list(suspects)
     while open_:
@@ -77,7 +79,7 @@ def blame(views: PeerViews, suspects: Iterable[int], step: int) -> tuple[list[in
         seen.add(rank)
         view = views.get(rank)
         if view is not None and view.state.phase in _GAVE_UP and view.state.culprits:
-            open_ += [culprit for culprit in view.state.culprits if 0 <= culprit <= len(views)]
+            open_ += [culprit for culprit in view.state.culprits if 0 <= culprit < size]
         elif view is not None and view.excused(step):
             excused.add(rank)
         else:
