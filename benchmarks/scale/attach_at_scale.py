@@ -46,6 +46,7 @@ def agree(ranks: int, per_host: int, parameters: int = 1000) -> dict[str, Any]:
     table = [{"name": f"layer.{index}", "shape": [512, 512], "dtype": "float32"} for index in range(parameters)]
     network.begin()
     for lane in lanes:
+        lane.resume_calls()
         _until(lambda lane=lane: check_attach(lane, table, gs.Plan().canonical(), None))
     network.run()
     for lane in lanes:

@@ -1,6 +1,6 @@
 """Heartbeats among simulated hosts: what they cost each, and how long until everybody has heard of a death.
 
-Each host's speaker is gradsync's own, driven as `transport/other_hosts.py` drives it; only links and clocks are made up.
+Each host's speaker is gradsync's own, driven as `transport/other_hosts.py` does it; links and clocks are made up.
 """
 
 from __future__ import annotations

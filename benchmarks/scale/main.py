@@ -1,7 +1,7 @@
-"""Does what a step costs grow with the number of ranks? Simulated ranks by the thousand, and real ones as far as they fit.
+"""Does what a step costs grow with the number of ranks? Simulated ranks by the thousand, and as many real ones as fit.
 
 python benchmarks/scale/main.py              # everything, about 15 minutes on an idle machine
-python benchmarks/scale/main.py header death # parts: header, disagreement, heartbeat, attach, plan, real
+python benchmarks/scale/main.py header attach# some of its parts
 """
 
 from __future__ import annotations
@@ -58,19 +58,9 @@ def plan() -> list[dict[str, Any]]:
     """What `gradsync plan` says of so many GPUs."""
     found = []
     for gpus in (16, 1024, 16384):
-        command = [
-            sys.executable,
-            "-m",
-            "gradsync",
-            "plan",
-            "--gpus",
-            str(gpus),
-            "--network",
-            "400g",
-            "--params",
-            "1e9",
-        ]
-        text = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "400"}).stdout
+        gradsync = [str(Path(sys.executable).with_name("gradsync")), "plan", "--network", "400g", "--params", "1e9"]
+        env = os.environ | {"COLUMNS": "400"}
+        text = subprocess.run([*gradsync, "--gpus", str(gpus)], capture_output=True, text=True, env=env).stdout
         [said] = [line.strip("• ") for line in text.splitlines() if "agree by a header" in line]
         found.append(_told({"gpus": gpus, "said": said}))
     return found
@@ -82,8 +72,13 @@ def real() -> list[dict[str, Any]]:
 
 
 PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
-    "header": header, "disagreement": disagreement, "heartbeat": heartbeat, "attach": attach, "plan": plan, "real": real,
-}  # fmt: skip
+    "header": header,
+    "disagreement": disagreement,
+    "heartbeat": heartbeat,
+    "attach": attach,
+    "plan": plan,
+    "real": real,
+}
 
 
 def _told(found: dict[str, Any]) -> dict[str, Any]:
@@ -100,15 +95,10 @@ def main() -> None:
     for part in options.parts or PARTS:
         print(f"--- {part}", flush=True)
         begun = time.perf_counter()
-        results[part] = {"machine": bench_harness.machine(), "commit": _commit(), "rows": PARTS[part]()}
+        rows = PARTS[part]()
+        results[part] = {"machine": bench_harness.machine(), "commit": bench_harness.commit(HERE), "rows": rows}
         print(f"    {time.perf_counter() - begun:.0f} s", flush=True)
         options.results.write_text(json.dumps(results, indent=1) + "\n")
-
-
-def _commit() -> str:
-    return subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE, check=False
-    ).stdout.strip()
 
 
 if __name__ == "__main__":
