@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
@@ -47,13 +48,42 @@ def beginning(path: str | Path, most_nbytes: int) -> bytes:
 
 
 def write(path: str | Path, text: str) -> None:
-    """A file, new or written over, with this text in UTF-8; or to a device like /dev/null."""
+    """A file, new or written over, with this text in UTF-8; or to a device like /dev/null.
+
+    Who reads it meanwhile, another rank say, sees the old text or the new one, never half of either.
+    """
     content = text.encode("utf-8")
-    fd = _open(path, os.O_WRONLY | os.O_CREAT, 0o666, _REGULAR_OR_DEVICE)
-    with os.fdopen(fd, "wb") as file:
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            file.truncate(0)
-        file.write(content)
+    there = Path(os.path.realpath(path))  # where the path is a link, the link stays
+    mode = 0o666 & ~_umask()
+    if there.exists():
+        fd = _open(path, os.O_WRONLY, allowed=_REGULAR_OR_DEVICE)
+        with os.fdopen(fd, "wb") as file:
+            mode = stat.S_IMODE(os.fstat(fd).st_mode)
+            if stat.S_ISCHR(os.fstat(fd).st_mode):
+                file.write(content)
+                return
+    try:
+        beside, name = tempfile.mkstemp(prefix=f".{there.name[:100]}.", dir=there.parent)
+    except PermissionError:  # a file that one may write in a folder that one may not
+        with open(_open(path, os.O_WRONLY | os.O_TRUNC), "wb") as file:
+            file.write(content)
+        return
+    try:
+        with os.fdopen(beside, "wb") as file:
+            os.fchmod(beside, mode)
+            file.write(content)
+        os.replace(name, there)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _umask() -> int:
+    """What this process takes from the rights of new files; `os.umask` would tell by setting it."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("Umask:"):
+            return int(line.split()[1], 8)
+    return 0o022
 
 
 def open_to_write(path: str | Path, flags: int, mode: int = 0o666) -> int:

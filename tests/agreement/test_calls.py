@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 import gradsync as gs
-from gradsync.agreement.header import Call, Flag, Head, Headers, check_same_call, meet, pack_header
+from gradsync.agreement.calls import Call, check_same_call, meet
+from gradsync.agreement.header import Flag, Head, Headers, pack_header
 from gradsync.engine.handle import GradSync
 from gradsync.errors import JOIN
 

@@ -37,11 +37,14 @@ class Table:
                 self.exchanges += 1
             return rows
 
+        def same(mine: bytes, what: str = "") -> bool:
+            return len(set(exchange(mine))) == 1
+
         def fail() -> None:
             self.failed[rank] += 1
 
         groups = SimpleNamespace(size=self.size, ranks=tuple(10 * rank for rank in range(self.size)))
-        return SimpleNamespace(exchange=exchange, fail=fail, groups=groups)
+        return SimpleNamespace(exchange=exchange, same=same, fail=fail, groups=groups)
 
 
 def meet(table: Table, call: Callable[[Any, int], Any]) -> list[Any]:

@@ -13,7 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradsync as gs
-from gradsync.agreement.header import HEAD_NBYTES, Flag, Head, Headers, Mark, check_headers, pack_header
+from gradsync.agreement.calls import check_same_call
+from gradsync.agreement.header import ORDER, Flag, Head, Headers, Mark, header_nbytes, merged, pack_header
+from gradsync.agreement.outcome import nonfinite
+from gradsync.agreement.same_step import check_headers
 
 T, U = int(Mark.TRAINABLE), int(Mark.TRAINABLE | Mark.USED)
 
@@ -52,12 +55,13 @@ def headers(*rows: tuple[Head, list[int]]) -> Headers:
 def test_a_header_says_what_it_was_told(rows: list[tuple[Head, bytes]]) -> None:
     received = headers(*[(each, list(marks)) for each, marks in rows])
     assert received.heads == [each for each, _ in rows]
-    assert received.marks == [marks for _, marks in rows]
+    for index in range(len(rows[0][1])):
+        assert [each & 15 for each in received.marks_of(index)] == [marks[index] & 15 for _, marks in rows]
 
 
 def test_a_header_has_one_byte_per_parameter_and_a_fixed_head() -> None:
-    assert pack_header(head(), bytearray(0)).numel() == HEAD_NBYTES
-    assert pack_header(head(step=2**40), bytearray(9)).numel() == HEAD_NBYTES + 9
+    assert pack_header(head(), bytearray(0)).numel() == header_nbytes(0)
+    assert pack_header(head(step=2**40), bytearray(9)).numel() == header_nbytes(0) + 9
     assert pack_header(head(), bytearray(9)).dtype == torch.uint8
 
 
@@ -85,11 +89,87 @@ def test_the_total_weight_counts_micro_batches() -> None:
 def test_flags_of_any_rank_and_whether_all_launched_in_one_order(said: list[tuple[int, int]]) -> None:
     received = headers(*[(head(flags=flags, order=order), []) for flags, order in said])
     assert received.flags == functools.reduce(operator.or_, (flags for flags, _ in said))
-    assert received.same_order == (len({order for _, order in said}) == 1)
+    assert received.differ_in(ORDER) == (len({order for _, order in said}) > 1)
 
 
 def test_a_parameter_is_used_if_any_rank_used_it() -> None:
     assert headers((head(), [U, T, T]), (head(), [T, T, U])).used == bytes([1, 0, 1])
+
+
+# Merged on their way through a tree
+
+small = st.builds(
+    head,
+    step=st.integers(4, 5),
+    weight=st.sampled_from([0.0, 1.0, 2.5]),
+    backwards=st.integers(1, 2),
+    micro_batches=st.integers(1, 2),
+    nonfinite=st.sampled_from([-1, -1, 0]),
+    flags=st.sampled_from([0, 0, Flag.WEIGHTED, Flag.SHADOW, Flag.ABORTED]),
+    call=st.sampled_from([0, 0, 0, 4]),
+    order=st.sampled_from([0, 0, 0, 1]),
+    replica_digest=st.sampled_from([bytes(8), b"aaaaaaaa", b"aaaaaaaa", b"bbbbbbbb"]),
+    loss_scale=st.sampled_from([0.0, 8.0, 8.0, 16.0]),
+    num_steps=st.sampled_from([-1, 1, 1, 2]),
+)
+said = st.lists(
+    st.tuples(small, st.lists(st.sampled_from([0, T, U, U | Mark.SPARSE]), min_size=2, max_size=2)), min_size=1
+)
+
+
+@given(said, st.data())
+def test_rows_merge_in_any_groups_into_the_same_row(rows: list[tuple[Head, list[int]]], data: st.DataObject) -> None:
+    packed = [pack_header(each, bytes(marks)) for each, marks in rows]
+    while len(packed) > 1:
+        count = data.draw(st.integers(2, len(packed)))
+        packed = [merged(torch.stack(packed[:count])), *packed[count:]]
+    one, all_ = Headers(packed[0][None]), headers(*rows)
+    assert (one.size, one.flags, one.notes, one.marks) == (all_.size, all_.flags, all_.notes, all_.marks)
+    assert one.total_weight == pytest.approx(all_.total_weight)
+    assert [one.needs_names(bits) for bits in (0, ORDER)] == [all_.needs_names(bits) for bits in (0, ORDER)]
+    assert one.whole == (len(rows) == 1)
+
+
+@given(said)
+def test_whoever_must_be_named_is_asked_for(rows: list[tuple[Head, list[int]]]) -> None:
+    """What merged headers leave untold is never more than who weighs how much and uses which parameters."""
+    received, ranks = headers(*rows), tuple(range(len(rows)))
+    if received.needs_names(0):
+        return
+    heads = received.heads
+    assert len({(each.call, each.order) for each in heads}) == 1
+    assert not any(each.flags & Flag.ABORTED or each.nonfinite >= 0 for each in heads)
+    assert len({each.replica_digest for each in heads}) == 1 or bytes(8) in {each.replica_digest for each in heads}
+    assert len({each.loss_scale for each in heads}) == 1 or 0.0 in {each.loss_scale for each in heads}
+    taking_part = [each for each in heads if not each.flags & Flag.SHADOW]
+    assert len({(each.step, each.layout_hash) for each in taking_part}) <= 1
+    assert len({each.num_steps for each in taking_part} - {-1}) <= 1
+    assert len({bool(mark & Mark.TRAINABLE) for _, marks in rows for mark in marks[:1]}) == 1
+    check_same_call(received, ranks)
+    check_headers(received, ["w", "b"], ranks)
+    assert nonfinite(received, ["w", "b"], ranks) is None
+
+
+@given(said)
+def test_a_quick_look_never_hides_a_sentence(rows: list[tuple[Head, list[int]]]) -> None:
+    """`check_headers` looks closely where merged headers say that it must: the close look finds no more without."""
+    received, ranks = headers(*rows), tuple(range(len(rows)))
+
+    def close_look() -> str | None:
+        slow = headers(*rows)
+        slow._differ_taking_part = -1  # whatever they say
+        try:
+            check_headers(slow, ["w", "b"], ranks)
+        except gs.Disagreement as error:
+            return str(error)
+        return None
+
+    try:
+        check_headers(received, ["w", "b"], ranks)
+        found = None
+    except gs.Disagreement as error:
+        found = str(error)
+    assert found == close_look()
 
 
 # What ranks say when they are not in the same synchronization

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradsync.agreement.documents import Document, agree, majority, share
-from gradsync.agreement.header import Headers
+from gradsync.agreement.header import ORDER, Headers
 from gradsync.agreement.outcome import HealthLog
 from gradsync.errors import Disagreement
 from gradsync.transport.lane import Lane
@@ -101,8 +101,7 @@ def _explain_rows(kind: str, tables: list[list[dict[str, Any]]], ranks: list[int
 
 def check_order(lane: Lane, headers: Headers, launched: Sequence[str], health_log: HealthLog | None = None) -> None:
     """Raise the same sentence everywhere if ranks launched different buckets; `launched` describes this rank's."""
-    orders = {head.order for head in headers.heads}
-    if len(orders) == 1:
+    if not headers.differ_in(ORDER):
         return
     lane.fail()
     lists: list[list[str]] = [document["launched"] for document in share(lane, {"launched": list(launched)})]
@@ -136,8 +135,9 @@ def check_forms(lane: Lane, forms: Sequence[object]) -> None:
     """Raise everywhere if ranks are about to lay out buckets of different sizes; every rank calls this at once."""
     if lane.groups.size == 1:
         return
-    rows = lane.exchange(zlib.crc32(repr(list(forms)).encode()).to_bytes(4, "little"), "the layout of the buckets")
-    if any(row != rows[0] for row in rows):
+    mine, what = zlib.crc32(repr(list(forms)).encode()).to_bytes(4, "little"), "the layout of the buckets"
+    if not lane.same(mine, what):
+        rows = lane.exchange(mine, what)
         lane.fail()
         usual, those, _, these = majority([row.hex() for row in rows], list(lane.groups.ranks))
         raise Disagreement(

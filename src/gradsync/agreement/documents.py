@@ -1,8 +1,8 @@
 """Agreement at attach: every rank brings a document, and all go on or all raise the same error.
 
-Gloo aborts the process on a size mismatch, so the first exchange is of fixed size: a digest and a length.
-Only if digests differ do the documents themselves travel, as JSON, padded to the longest; every rank then
-finds the same first difference.
+Gloo aborts the process on a size mismatch, so the first word is of fixed size: a digest and a length, compared on
+their way through the control tree. Only if digests differ do the documents themselves travel, as JSON, padded to
+the longest; every rank then finds the same first difference.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ def agree(lane: Lane, document: Document, explain: Callable[[list[Document], lis
     """Return if all ranks bring the same document; otherwise raise on all, with `explain`'s sentence."""
     text = json.dumps(document, sort_keys=True).encode()
     mine = _ENTRY.pack(hashlib.sha256(text).digest(), len(text))
-    rows = lane.exchange(mine)
-    if all(row == rows[0] for row in rows):
+    if lane.same(mine):
         return
-    lengths = [_ENTRY.unpack(row)[1] for row in rows]
+    lengths = [_ENTRY.unpack(row)[1] for row in lane.exchange(mine)]
     if not 0 <= max(lengths) <= _MAX_NBYTES:
         raise Disagreement(f"a rank announced a model description of {max(lengths)} bytes; do all run this gradsync?")
     padded = text.ljust(max(lengths), b" ")

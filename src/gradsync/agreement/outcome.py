@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from gradsync.agreement.header import Flag, Headers, check_headers
+from gradsync.agreement.header import Flag, Headers, Note
+from gradsync.agreement.same_step import check_headers
 from gradsync.errors import GradSyncError, listed
 from gradsync.plan.guard import Guard
 from gradsync.trace.lines import Health
@@ -181,9 +182,9 @@ def spoiled(lane: Lane, guard: Guard, found: Found, health_log: HealthLog) -> tu
 
 def nonfinite(headers: Headers, names: list[str], ranks: tuple[int, ...]) -> Found | None:
     """The NaN or Inf of this step, if any: its ranks, the first parameter of each, and how many elements of it."""
-    found = [(rank, head) for rank, head in zip(ranks, headers.heads, strict=True) if head.nonfinite >= 0]
-    if not found:
+    if not headers.notes & Note.NONFINITE:
         return None
+    found = [(rank, head) for rank, head in zip(ranks, headers.heads, strict=True) if head.nonfinite >= 0]
     parts = [
         f"rank {rank} has NaN or Inf in the gradient of {names[head.nonfinite]}{_counted(head.num_nonfinite)}"
         for rank, head in found[:_SHOWN]

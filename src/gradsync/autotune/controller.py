@@ -31,8 +31,8 @@ from typing import Literal
 
 import torch
 
+from gradsync.agreement.calls import Call
 from gradsync.agreement.documents import share
-from gradsync.agreement.header import Call
 from gradsync.autotune import saved_choice
 from gradsync.autotune.decide import Decision, decide, describe_miss, gather, is_off, probe_links, say
 from gradsync.autotune.profiling import Timing, devices_of

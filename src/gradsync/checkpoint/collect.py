@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from gradsync.agreement.header import Call, Flag
+from gradsync.agreement.calls import Call
+from gradsync.agreement.header import Flag
 from gradsync.checkpoint.format import (
     OwnState,
     SavedRunState,

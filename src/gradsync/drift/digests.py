@@ -237,9 +237,10 @@ class ReplicaDigests:
 
     def hear(self, headers: Headers) -> DigestMismatch | None:
         """Compare what all ranks announced in one header, the oldest that was not heard."""
-        words, reading = [head.replica_digest for head in headers.heads], self._announced.popleft()
-        if reading is None or NO_REPLICA_DIGEST in words or all(word == words[0] for word in words):
+        reading = self._announced.popleft()
+        if reading is None or not headers.replicas_differ:
             return None
+        words = [head.replica_digest for head in headers.heads]
         return DigestMismatch(reading.step, reading.generation, words, reading.layout, reading.pieces)
 
     def forget(self) -> None:

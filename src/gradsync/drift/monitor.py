@@ -76,9 +76,9 @@ class DriftMonitor:
         if not self.is_on:
             return _nothing
         mismatch = self._replica_digests.hear(headers)
-        scales = [head.loss_scale for head in headers.heads]
-        if mismatch is None and scales.count(scales[0]) == len(scales):
+        if mismatch is None and not headers.scales_differ:
             return _nothing
+        scales = [head.loss_scale for head in headers.heads]
 
         def act() -> None:
             self._diagnosis.compare_scales(lane, scales)

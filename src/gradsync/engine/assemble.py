@@ -20,7 +20,7 @@ from torch.amp import GradScaler
 from torch.optim import LBFGS, Optimizer
 
 from gradsync.agreement.attach_check import check_attach
-from gradsync.agreement.header import HEAD_NBYTES
+from gradsync.agreement.header import header_nbytes
 from gradsync.agreement.outcome import HealthLog
 from gradsync.compress.by_parameter import idle_patterns
 from gradsync.drift.monitor import DriftMonitor
@@ -68,7 +68,7 @@ def open_sender(
         if refusal is not None:
             raise refusal
         _warn_of_idle_rules(lane, plan, inventory)
-        lane.open_team(HEAD_NBYTES + len(inventory.entries))
+        lane.open_team(header_nbytes(len(inventory.entries)))
         devices = {tensor.device for tensor in inventory.tensors()}
         exact = ExactSum(lane, parent, plan.algorithm, travelling_devices(parent, devices, plan))
         sender = Sender(lane, parent, exact, plan, main_device(devices), always)

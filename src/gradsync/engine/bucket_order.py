@@ -39,17 +39,16 @@ class BucketOrder:
         self._order = list(reversed(range(len(entries))))
         self._held: set[int] = set()  # arrive more than once in a backward: leave at its end
         self.learned = False  # whether the order is that of arrival
-        self.last_marks = b""  # what all ranks said in the last step, if they said the same
+        self.last_marks = b""  # what any rank said in the last step
         self._idle = idle
         self._layout = Layout([], bucket_bytes, self._held)
         self._lay_out(bytes(entry.param.requires_grad for entry in entries))
 
     def learn(self, headers: Headers, arrivals: list[int]) -> None:
         """Lay the buckets out anew if the header told something new."""
-        said = headers.marks[0] if headers.same_marks else b""
-        if self.learned and said and said == self.last_marks:
+        if self.learned and headers.marks == self.last_marks:
             return
-        self.last_marks = said
+        self.last_marks = headers.marks
         changed = self._learn_kinds(headers)
         if not self.learned and any(headers.any(Mark.USED)):
             self._learn_order(arrivals)

@@ -13,7 +13,8 @@ import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from gradsync.agreement.header import Call, Flag
+from gradsync.agreement.calls import Call
+from gradsync.agreement.header import Flag
 from gradsync.autotune.controller import Controller
 from gradsync.checkpoint.collect import StateCollector
 from gradsync.engine import several_models

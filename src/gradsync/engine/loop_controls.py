@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradsync.agreement.header import Call, Flag, Head, meet
+from gradsync.agreement.calls import Call, meet
+from gradsync.agreement.header import Flag, Head
 from gradsync.engine import loop_errors
 from gradsync.engine.assemble import Engine
 from gradsync.engine.listeners import Hear, moments_of

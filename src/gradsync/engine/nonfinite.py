@@ -120,8 +120,7 @@ def digest_of(entries: list[GradEntry]) -> bytes:
 
 def warn_if_same_data(headers: Headers) -> None:
     """Every rank sees the same data if all first gradients are the same."""
-    digests = {head.digest for head in headers.heads}
-    if len(headers.heads) > 1 and len(digests) == 1 and digests != {NO_DIGEST}:
+    if headers.size > 1 and headers.digest not in (None, NO_DIGEST):
         warnings.warn(
             "the first gradients are bitwise equal on all ranks: every rank seems to see the same data. "
             "Give each its own share, for example with torch.utils.data.DistributedSampler",

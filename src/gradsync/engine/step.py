@@ -26,20 +26,12 @@ import threading
 import zlib
 from collections.abc import Iterator
 
-import torch
-
 from gradsync.agreement.attach_check import check_order
-from gradsync.agreement.header import (
-    NO_DIGEST,
-    Flag,
-    Head,
-    Headers,
-    Mark,
-    check_headers,
-    check_same_call,
-    launch_header,
-)
+from gradsync.agreement.calls import check_same_call
+from gradsync.agreement.header import NO_DIGEST, ORDER, Flag, Head, Headers, Mark
+from gradsync.agreement.header_exchange import HeaderExchange
 from gradsync.agreement.outcome import HealthLog, Outcome, spoiled, step_outcome
+from gradsync.agreement.same_step import check_headers
 from gradsync.engine.bucket import Bucket, GradEntry
 from gradsync.engine.bucket_order import BucketOrder
 from gradsync.engine.listeners import Act, Brought, Listeners
@@ -249,13 +241,13 @@ class Synchronization:
         self._session.at(Phase.SYNCHRONIZING)
         if self.buffers.any:
             self.buffers.launch(self.lane, source)
-        header, rows = launch_header(self.lane, self._head(micro_batches, flags, num_steps), self.marks)
+        header = HeaderExchange(self.lane, self._head(micro_batches, flags, num_steps), self.marks)
         for tell in self.listeners.header_left:
             tell()
 
         yield  # other models of this backward launch theirs
 
-        headers = self._receive(header, rows)
+        headers = self._receive(header)
         acts = [hear(headers) for hear in self.listeners.header_came]
         if not self.bucket_order.learned:  # only now are the weights known
             self.weighting.follow(headers)
@@ -296,14 +288,13 @@ class Synchronization:
             head = write(head)
         return head
 
-    def _receive(self, header: Pending, rows: torch.Tensor) -> Headers:
+    def _receive(self, header: HeaderExchange) -> Headers:
         for tell in self.listeners.header_waits:
             tell()
-        self.lane.wait(header)
-        headers = Headers(rows)
+        headers = header.receive()
         # Before anything else is waited for: a rank in another call, or astray, will never send a bucket.
         check_same_call(headers, self.lane.groups.ranks)
-        if not headers.same_order:
+        if headers.differ_in(ORDER):
             check_headers(headers, self._names, self.lane.groups.ranks)  # another step or layout says more
             check_order(self.lane, headers, [bucket.describe() for bucket in self._leaving()], self.health_log)
         return headers
@@ -375,7 +366,7 @@ class Synchronization:
         self.weighting.follow(headers)
         if unit != self.weighting.unit:
             self.sender.rescale(unit / self.weighting.unit)  # what is kept is in the unit of what comes next
-        if not (self.bucket_order.learned and headers.same_marks and headers.marks[0] == self.bucket_order.last_marks):
+        if not (self.bucket_order.learned and headers.marks == self.bucket_order.last_marks):
             self.bucket_order.learn(headers, self._arrivals)
         self._begin_step()
 

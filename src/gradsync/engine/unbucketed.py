@@ -45,8 +45,7 @@ def average_unbucketed(
 
 def _dense_somewhere(entry: GradEntry, headers: Headers) -> bool:
     """Whether a rank has a dense gradient for it: then all bring a dense one."""
-    marks = [row[entry.index] for row in headers.marks]
-    return any(mark & Mark.USED and not mark & Mark.SPARSE for mark in marks)
+    return bool(headers.marks[entry.index] & Mark.DENSE)
 
 
 def _sparse_grad(param: torch.nn.Parameter) -> torch.Tensor:

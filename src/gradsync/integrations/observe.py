@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from gradsync.agreement.header import HEAD_NBYTES
+from gradsync.agreement.header import header_nbytes
 from gradsync.engine.bucket import GradEntry
 from gradsync.engine.jit_modules import parameters_of
 from gradsync.engine.parameters import unseen
@@ -102,7 +102,7 @@ def observe_together(
     limit = guard.timeout if guard.timeout is not None else group_timeout(parent)
     lane = open_lane(parent, guard, min(limit, _MOST_S))  # its connections are more patient, as DDP's own are
     if len(lane.hosts) == 1:
-        lane.open_team(HEAD_NBYTES + len(entries))  # for headers: to wake gloo's threads for them takes a millisecond
+        lane.open_team(header_nbytes(len(entries)))  # for headers: to wake gloo's threads for them takes a millisecond
     everywhere, run_id = agree_on_trace(lane, folder)
     tracing = None
     if folder is not None:

@@ -18,14 +18,14 @@ from collections.abc import Callable
 import torch
 from torch.optim import Optimizer
 
-from gradsync.agreement.header import Head, Headers, launch_header
+from gradsync.agreement.header import Head
+from gradsync.agreement.header_exchange import HeaderExchange
 from gradsync.agreement.outcome import HealthLog, nonfinite
 from gradsync.drift.monitor import DriftMonitor
 from gradsync.engine.bucket import GradEntry
 from gradsync.integrations.hook_agreement import compare
 from gradsync.plan.guard import Guard
 from gradsync.transport.lane import Lane
-from gradsync.transport.pending import Pending
 
 _PATIENCE_S = 5.0  # for a header that others sent, if they did, before their last sum
 
@@ -52,7 +52,7 @@ class ObserverChecks:
         self._seen: list[Optimizer] = []
         self._optimizers: list[Optimizer] = []
         self._drift_monitor = DriftMonitor(entries, self._optimizers, None, guard, self.health_log, lane.groups.size)
-        self._under_way: deque[tuple[int, Pending, torch.Tensor]] = deque()
+        self._under_way: deque[tuple[int, HeaderExchange]] = deque()
         self._num_bad: list[tuple[int, torch.Tensor]] = []  # of each gradient, perhaps still counted on a device
         self._step = 0  # announced so far: the lane's steps differ between ranks after join()
 
@@ -88,9 +88,8 @@ class ObserverChecks:
         if not self._on or self._paused:
             return
         if self._under_way:
-            self._lane.wait(
-                self._under_way[-1][1], _PATIENCE_S
-            )  # boards hold one: who sends the next has read the last
+            # Boards hold one: who sends the next has read the last.
+            self._lane.wait(self._under_way[-1][1].pending, _PATIENCE_S)
         replica_digest, loss_scale = self._drift_monitor.announce()
         index, count = found
         head = Head(
@@ -106,8 +105,7 @@ class ObserverChecks:
             replica_digest=replica_digest,
             loss_scale=loss_scale,
         )
-        pending, rows = launch_header(self._lane, head, bytearray(len(self._entries)))
-        self._under_way.append((self._lane.step, pending, rows))
+        self._under_way.append((self._lane.step, HeaderExchange(self._lane, head, bytes(len(self._entries)))))
         self._drift_monitor.take(self._step)
         self._step += 1
 
@@ -139,9 +137,8 @@ class ObserverChecks:
         return next(bad, (-1, 0))
 
     def _read(self) -> Callable[[], None]:
-        step, pending, rows = self._under_way.popleft()
-        self._lane.wait(pending, _PATIENCE_S)
-        headers = Headers(rows)
+        step, header = self._under_way.popleft()
+        headers = header.receive(_PATIENCE_S)
         found = nonfinite(headers, self._names, self._lane.groups.ranks)
         if found is not None:
             self.health_log.tell(step, "nonfinite", found.text, found.ranks, found.parameter, found.num_elements)

@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from gradsync.agreement.header import NO_REPLICA_DIGEST, Call, Flag, Head, Headers, Mark, check_same_call, launch_header
+from gradsync.agreement.calls import Call, check_same_call
+from gradsync.agreement.header import ALIKE, ALIKE_IN_SCALE, NO_REPLICA_DIGEST, Flag, Head, Headers, Mark, Note
+from gradsync.agreement.header_exchange import HeaderExchange
 from gradsync.agreement.outcome import Found, Outcome, spoiled, step_outcome
 from gradsync.errors import Disagreement, NonFinite, listed
 from gradsync.exchange.flat_sets import FlatPart, FlatSet
@@ -27,7 +29,7 @@ class PendingMean(NamedTuple):
 
     flat_part: FlatPart
     number: int  # of the exchange: the lane's count when it left
-    header: tuple[Pending, torch.Tensor]
+    header: HeaderExchange
     in_flight: list[Pending]
 
 
@@ -42,11 +44,13 @@ def launch_mean(
     marks: bytearray | None = None,
     replica_digest: bytes = NO_REPLICA_DIGEST,
     num_steps: int = -1,
+    alike: int = ALIKE,
 ) -> PendingMean:
     """Launch what the flat part holds; it was divided by the number of ranks already, so that the sum is a mean.
 
     `clock` is the pace's, which must be the same on every rank: see [The clock] in `contract`.
-    `marks` is what the header says of the parameters, `replica_digest` of the replica, `num_steps` of the optimizers.
+    `marks` is what the header says of the parameters, `replica_digest` of the replica, `num_steps` of the optimizers;
+    `alike` are the fields in which headers must not differ.
     """
     lane = context.lane
     lane.at(Phase.SYNCHRONIZING)
@@ -54,7 +58,7 @@ def launch_mean(
     in_flight = flat_set.launch(flat_part)
     head = Head(lane.step, 0, weight, clock, nonfinite, 1, flags, bytes(8), Call.AVERAGE, replica_digest=replica_digest)
     head = head._replace(num_steps=num_steps)
-    header = launch_header(lane, head, bytearray(context.num_marks) if marks is None else marks)
+    header = HeaderExchange(lane, head, bytes(context.num_marks) if marks is None else marks, alike)
     if with_buffers:  # after the header, which may go by the same channel: a rank in another call expects one first
         context.buffers.launch(lane, 0)
     pending_mean = PendingMean(flat_part, lane.step, header, in_flight)
@@ -89,15 +93,15 @@ def wait_mean(context: PaceContext, pending_mean: PendingMean, with_buffers: boo
 
 def wait_header(context: PaceContext, pending_mean: PendingMean) -> Headers:
     """Wait until every rank has launched, in the same exchange; what they bring may still be under way."""
-    pending, rows = pending_mean.header
-    context.lane.wait(pending)
-    headers = Headers(rows)
+    headers = pending_mean.header.receive()
     check_same_call(headers, context.lane.groups.ranks)
     _check_number(headers, context)
     return headers
 
 
 def _check_number(headers: Headers, context: PaceContext) -> None:
+    if not headers.differ_in(ALIKE):
+        return
     ranks, first = context.lane.groups.ranks, headers.heads[0]
     for rank, head in zip(ranks, headers.heads, strict=True):
         if head.step != first.step:
@@ -113,7 +117,7 @@ def _check_number(headers: Headers, context: PaceContext) -> None:
 
 
 def _check_finite(headers: Headers, flat_set: FlatSet, context: PaceContext) -> None:
-    if context.guard.nonfinite == "allow":
+    if context.guard.nonfinite == "allow" or not headers.notes & Note.NONFINITE:
         return
     ranks = [context.lane.groups.ranks[rank] for rank, head in enumerate(headers.heads) if head.nonfinite >= 0]
     if ranks:
@@ -162,7 +166,8 @@ class Average:
         self.used = headers.any(Mark.USED)
         names = [name for name, _ in context.parameters]
         outcome, self.found = step_outcome(context.lane, context.guard, headers, names, context.health_log)
-        at = next((head.nonfinite for head in headers.heads if head.nonfinite >= 0), -1)
+        told = headers.heads if headers.notes & Note.NONFINITE else []
+        at = next((head.nonfinite for head in told if head.nonfinite >= 0), -1)
         if outcome is Outcome.COUNTS and (at := _overflow(pending_mean.flat_part, context)) >= 0:
             overflow = f"compression made NaN or Inf of the average gradient of {names[at]}"
             found = Found(overflow, [], names[at], None)
@@ -209,6 +214,8 @@ def _nothing() -> None: ...
 
 def _check_scales(headers: Headers, context: PaceContext) -> None:
     """Ranks that scale differently would add up unlike things."""
+    if not headers.differ_in(ALIKE_IN_SCALE):
+        return
     ranks, first = context.lane.groups.ranks, headers.heads[0]
     for rank, head in zip(ranks, headers.heads, strict=True):
         if head.weight != first.weight:

@@ -20,7 +20,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.optim import Optimizer
 
-from gradsync.agreement.header import Call, Flag, Headers
+from gradsync.agreement.calls import Call
+from gradsync.agreement.header import Flag, Headers
 from gradsync.agreement.outcome import HealthLog
 from gradsync.errors import GradSyncError
 from gradsync.exchange.choose_route import ExactSum

@@ -35,7 +35,8 @@ import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from gradsync.agreement.header import Call, Flag, Mark
+from gradsync.agreement.calls import Call
+from gradsync.agreement.header import ALIKE_IN_SCALE, Flag, Mark
 from gradsync.errors import GradSyncError, NonFinite
 from gradsync.exchange.flat_sets import FlatPart
 from gradsync.exchange.means import mean_scale
@@ -207,7 +208,7 @@ class DelayedPace(Pace):
         replica_digest, _ = self._context.drift_check.announce()
         pending_mean = launch_mean(
             self._context, self._flat_set, flat_part, scale, aborted, clock=self._clock, marks=marks,
-            replica_digest=replica_digest, num_steps=self._num_steps,
+            replica_digest=replica_digest, num_steps=self._num_steps, alike=ALIKE_IN_SCALE,
         )  # fmt: skip
         self._context.drift_check.take(pending_mean.number)
         self._averages.append(Average(flat_part.views, scale, pending_mean))

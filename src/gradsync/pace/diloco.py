@@ -30,7 +30,7 @@ import contextlib
 
 import torch
 
-from gradsync.agreement.header import Call, meet
+from gradsync.agreement.calls import Call, meet
 from gradsync.errors import Disagreement, GradSyncError
 from gradsync.pace.after_step import AfterStep
 from gradsync.pace.contract import PaceContext, SavedPace, Stats, below, numbers_in_state

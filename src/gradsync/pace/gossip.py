@@ -45,7 +45,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from gradsync.agreement.header import HEAD_NBYTES, Call, Flag, Head, Headers, check_same_call, pack_header
+from gradsync.agreement.calls import Call, check_same_call
+from gradsync.agreement.header import Flag, Head, Headers, header_nbytes, pack_header
 from gradsync.errors import Disagreement, NonFinite, listed
 from gradsync.exchange.flat import FlatBucket
 from gradsync.pace.after_step import AfterStep
@@ -103,7 +104,7 @@ def handshake(
     `names` are the parameters', for a head that tells of a NaN in one of them.
     """
     row = pack_header(mine, bytearray())
-    rows = {peer: torch.empty(HEAD_NBYTES, dtype=torch.uint8, device="cpu") for peer in peers}
+    rows = {peer: torch.empty(header_nbytes(0), dtype=torch.uint8, device="cpu") for peer in peers}
 
     def run() -> None:
         works = [channel.recv(rows[peer], peer, HANDSHAKE_TAG) for peer in peers]
@@ -111,7 +112,7 @@ def handshake(
         for work in works:
             work.wait()
 
-    lane.wait(lane.send(run, "the word of its neighbours", HEAD_NBYTES * len(peers)))
+    lane.wait(lane.send(run, "the word of its neighbours", header_nbytes(0) * len(peers)))
     members = sorted([lane.groups.rank, *peers])  # all of them look in one order, and say the same
     rows[lane.groups.rank] = row
     headers = Headers(torch.stack([rows[member] for member in members]))

@@ -85,6 +85,11 @@ class ControlTree:
         return tuple(each for member in members for each in self.below(member, level - 1))
 
     @property
+    def is_one_circle(self) -> bool:
+        """Whether all ranks are in one circle."""
+        return self.depth == 1 and sum(map(len, self.levels)) == 1
+
+    @property
     def depth(self) -> int:
         """How many circles lie one above the other."""
         return sum(1 for circles in self.levels if circles)

@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import (
     AllreduceOptions,
     AllToAllOptions,
     BroadcastOptions,
+    GatherOptions,
     ProcessGroupGloo,
     Store,
     Work,
@@ -54,6 +55,12 @@ class GlooChannel:
         options = AllgatherOptions()
         options.asyncOp = True
         return self._backend.allgather([list(rows)], [row], options)
+
+    def collect(self, rows: torch.Tensor | None, row: torch.Tensor) -> Work:
+        """Fill the first member's `rows` with every member's `row`; the others bring no rows."""
+        options = GatherOptions()
+        options.rootRank = 0
+        return self._backend.gather([] if rows is None else [list(rows)], [row], options)
 
     def trade(self, rows: torch.Tensor, mine: torch.Tensor) -> Work:
         """Give each member its equal part of `mine`, in order; fill `rows` with what each gives to us, by index."""

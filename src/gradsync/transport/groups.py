@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from gradsync.transport.connecting import Attempt, Connect
+from gradsync.transport.control_tree import Circle, ControlTree
 from gradsync.transport.gloo_channel import GlooChannel, make_gloo
 from gradsync.transport.nccl_channel import NcclChannel
 from gradsync.transport.sockets import connections
@@ -51,17 +52,20 @@ T = TypeVar("T")
 
 @dataclass
 class Groups:
-    """One gloo channel for control, one channel per device type for data, and who we are in them.
+    """The circles of the control tree, one channel per device type for data, and who we are in them.
 
-    Among the data channels `MESSAGES` is one for sends and receives alone: the lane's thread uses it, while
-    other threads issue collectives on the others. `WITHIN_HOST` is one among the ranks of each host, `ACROSS_HOSTS`
+    What ranks agree on goes by the tree; a channel among all for control is made when something first asks for it.
+    Among the data channels `MESSAGES` is one for sends and receives alone: the lane's thread uses it, while other
+    threads issue collectives on the others. `WITHIN_HOST` is one among the ranks of each host, `ACROSS_HOSTS`
     one among the first ranks of all hosts.
     """
 
     rank: int  # index in the group
     size: int
     ranks: tuple[int, ...]  # the members' global ranks, by index
-    first: GlooChannel | None = None  # for control; made after the ranks have met
+    tree: ControlTree | None = None  # known after the ranks have met
+    circles: list[tuple[Circle, GlooChannel]] = field(default_factory=list)  # those we are in, from the bottom
+    first: GlooChannel | None = None  # for control, among all
     data: dict[str, Channel] = field(default_factory=dict)
     sockets: set[tuple[int, str]] = field(default_factory=set)  # their connections
     store: Store | None = None  # where the ranks meet; None: the default group's
@@ -69,7 +73,10 @@ class Groups:
 
     @property
     def control(self) -> GlooChannel:
-        assert self.first is not None, "the ranks have not met"
+        """The channel for control among all; every member asks for it at once."""
+        if self.first is None:
+            self.add_control()
+        assert self.first is not None
         return self.first
 
     def gloo(self, name: str) -> GlooChannel:
@@ -81,6 +88,20 @@ class Groups:
     def connect_by(self, connect: Connect) -> None:
         """Have channels made under the eyes of somebody who looks after the peers."""
         self.connect = connect
+
+    def add_circles(self, tree: ControlTree) -> None:
+        """Make the channels of the circles that we are in; every member must call this."""
+        climbed = tree.climb(self.rank)
+
+        def make(attempt: Attempt[list[GlooChannel]]) -> list[GlooChannel]:
+            store = self._fresh_store()
+            return [self._make_circle(circle, store, attempt) for circle in climbed]  # a lower one first
+
+        channels = self._connect(make)
+        self.circles = list(zip(climbed, channels, strict=True))
+        self.tree = tree
+        if self.first is None and tree.is_one_circle:
+            [(_, self.first)] = self.circles
 
     def add_control(self) -> None:
         """Make the channel for control; every member must call this."""
@@ -110,9 +131,10 @@ class Groups:
         self._add(lambda store: PrefixStore(f"part-{members[0]}", store), wanted)
 
     def close(self) -> None:
-        for channel in (self.first, *self.data.values()):
-            if channel is not None:
-                channel.close()
+        within = {id(channel): channel for channel in (self.first, *self.data.values()) if channel is not None}
+        within |= {id(channel): channel for _, channel in self.circles}
+        for channel in within.values():
+            channel.close()
 
     def abort(self) -> None:
         """End what is under way on GPUs; what is under way on gloo ends with its connections, see `sockets`."""
@@ -148,6 +170,10 @@ class Groups:
 
         channels = self._connect(make)
         self.data.update({each.name: channel for each, channel in zip(wanted, channels, strict=True)})
+
+    def _make_circle(self, circle: Circle, store: Store, attempt: Attempt[list[GlooChannel]]) -> GlooChannel:
+        part = PrefixStore(f"circle-{circle.level}-{circle.leader}", store)
+        return make_gloo(part, circle.members.index(self.rank), len(circle.members), _NEVER, attempt)
 
     def _make(self, wanted: _Wanted, store: Store, attempt: Attempt[list[Channel]]) -> Channel:
         store, rank, size = PrefixStore(wanted.name, store), wanted.members.index(self.rank), len(wanted.members)

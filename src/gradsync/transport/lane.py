@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -25,14 +26,23 @@ from gradsync.kernels.library import MAX_RANKS, load
 from gradsync.plan.guard import Guard
 from gradsync.transport.abandoned import AbandonedLane, abandon, end_later
 from gradsync.transport.connecting import Attempt
+from gradsync.transport.control_tree import ControlTree
 from gradsync.transport.groups import Groups, group_of
 from gradsync.transport.lane_thread import LaneThread
 from gradsync.transport.liveness import Liveness
-from gradsync.transport.pending import BoardMessage, LaneTask, Pending, pending_of
+from gradsync.transport.pending import BoardMessage, GatheredRows, LaneTask, Pending, pending_of
 from gradsync.transport.session import Session
 from gradsync.transport.shared_memory import Team
 from gradsync.transport.stream_watch import StreamWatch
 from gradsync.transport.stream_work import StreamWork
+from gradsync.transport.tree_exchange import (
+    BoardedMessage,
+    Merge,
+    RowsPending,
+    TreeExchange,
+    TreeMessage,
+    merge_bits,
+)
 from gradsync.transport.waiting import LaneWait
 
 T = TypeVar("T")
@@ -48,7 +58,7 @@ def open_lane(parent: dist.ProcessGroup, guard: Guard, timeout: float) -> Lane:
     lane = Lane(groups, Liveness(groups, guard), guard, timeout)
     lane.meet()
     try:
-        groups.add_control()
+        lane.open_circles()
     except BaseException:
         lane.close(together=False)
         raise
@@ -79,7 +89,7 @@ class Lane:
         self._under_way: deque[Pending] = deque()  # oldest first: an error names the first bucket among them
         self._joining = threading.Lock()  # a thread of the exchange launches too
         self._lane_threads = [LaneThread()]
-        self._last_message: BoardMessage | None = None  # the last one
+        self._last_message: BoardMessage | BoardedMessage | None = None
         self._within_hosts: list[Team] = []  # our team, where there is one
         self._boards: Team | None = None  # by whose boards messages to all go: one must be read before the next
         self._wait = LaneWait(session, guard.warn_after, self._under_way, self._within_hosts, more_time)
@@ -115,6 +125,11 @@ class Lane:
                 raise self.liveness.unanswered(patience + _STORE_S) from error
             raise
 
+    def open_circles(self) -> None:
+        """Make the circles by which ranks agree; every rank of the group calls this after they have met."""
+        if self.groups.size > 1:
+            self.groups.add_circles(ControlTree(self.hosts))
+
     def connect(self, make: Callable[[Attempt[T]], T], what: str, timeout: float | None = None) -> T:
         """Run `make` in a thread, which may wait for other ranks, and return what it made: see `connecting`."""
         attempt = Attempt(make, what)
@@ -146,7 +161,7 @@ class Lane:
     def open_team(self, board_nbytes: int) -> None:
         """Make the teams of all hosts, if ranks share any; every rank of the group calls this.
 
-        `board_nbytes` is the length of the messages that `tell_all` will carry. Where there is no team though
+        `board_nbytes` is the length of the messages that `merge_all` will carry. Where there is no team though
         ranks share a host, `lacks` says why.
         """
         if self.groups.size == len(self.hosts):
@@ -154,23 +169,25 @@ class Lane:
         if (most := max(map(len, self.hosts))) > MAX_RANKS:
             self.lacks = f"{most} ranks share a host, and shared memory serves {MAX_RANKS} at most"
             return
-        lacking = [rank for rank, has in enumerate(self.exchange(bytes([load() is not None]))) if not has[0]]
-        if lacking:
+        mine = bytes([load() is not None])
+        if not self.same(mine) or not mine[0]:
+            lacking = [rank for rank, has in enumerate(self.exchange(mine)) if not has[0]]
             self.has_library = False
             self.lacks = (
                 f"gradsync's C library was not built on {listed(self.global_ranks(lacking))} "
                 "(install a C compiler, then gradsync again)"
             )
             return
-        mine = next(host for host in self.hosts if self.groups.rank in host)
+        mates = next(host for host in self.hosts if self.groups.rank in host)
         ours = weakref.WeakMethod(self.exchange)  # the team outlives the lane for a moment: it must not keep it
         pidfds = self.liveness.pidfds()
         try:
-            self._within_hosts.append(Team(lambda row: _held(ours)(row), mine, self.groups.rank, pidfds, board_nbytes))
+            self._within_hosts.append(Team(lambda row: _held(ours)(row), mates, self.groups.rank, pidfds, board_nbytes))
         except NotEnoughMemory as error:
             self.lacks = str(error)
             return
-        if self.one_host:
+        tree = self.groups.tree
+        if self.one_host or (tree is not None and len(mates) > 1 and tree.climb(self.groups.rank)[0].members == mates):
             self._boards = self.team
 
     # Launching
@@ -222,25 +239,83 @@ class Lane:
         self._lane_threads.append(LaneThread())
         return self._lane_threads[-1]
 
-    def tell_all(self, row: torch.Tensor, rows: torch.Tensor, what: str) -> Pending:
-        """Start filling `rows` with every rank's `row`, by the fastest way there is."""
-        if self._boards is not None and self._boards.fits(row):
-            if self._last_message is not None:
-                self.wait(self._last_message)  # the boards hold one message: who sends the next has read the last
-            self._last_message = BoardMessage(self._boards, row, rows, what)
-            return self.follow(self._last_message)
-        return self.launch(lambda: self.groups.control.gather(rows, row), what, row.numel())
+    def merge_all(self, row: torch.Tensor, merge: Merge, what: str) -> RowsPending:
+        """Start making one row of every rank's, by the fastest way there is.
+
+        Where all are in one circle its members' rows come as they are: what is in `rows` is for the caller to merge.
+        """
+        boards = self._boards
+        if boards is not None and boards.fits(row):
+            self._finish_message()  # the boards hold one message: who sends the next has read the last
+            if boards.size == self.groups.size:
+                self._last_message = BoardMessage(boards, row, what)
+            else:
+                self._last_message = BoardedMessage(boards, self.tree_exchange, row, merge, what)
+            self.follow(self._last_message)
+            return self._last_message
+        if self._has_tree:
+            return self._by_tree(lambda: self.tree_exchange.reduce(row, merge, what))
+        return self._gather(row, what)
 
     def tell_several_at_once(self) -> None:
         """Messages to all will be under way together, so not by the boards; every rank of the group calls this."""
         self._boards = None
 
     def exchange(self, mine: bytes, what: str = "the agreement between the ranks") -> list[bytes]:
-        """Every rank's bytes; all must bring equally many."""
+        """Every rank's bytes; all must bring equally many. It grows with the ranks: `same` does not."""
         row = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        rows = torch.empty(self.groups.size, len(mine), dtype=torch.uint8, device="cpu")
-        self.run(lambda: self.groups.control.gather(rows, row), what)
-        return [bytes(each.numpy()) for each in rows]
+        if self._has_tree:
+            gathered: RowsPending = self._by_tree(lambda: self.tree_exchange.gather(row, what))
+        else:
+            gathered = self._gather(row, what)
+        self.wait(gathered)
+        return [bytes(each.numpy()) for each in gathered.rows]
+
+    def same(self, mine: bytes, what: str = "the agreement between the ranks") -> bool:
+        """Whether all ranks bring the same bytes; all must bring equally many."""
+        if self.groups.size == 1:
+            return True
+        number = int.from_bytes(mine, "little")
+        row = bytearray(mine + (~number & ((1 << 8 * len(mine)) - 1)).to_bytes(len(mine), "little"))
+        merged = self.merge_all(torch.frombuffer(row, dtype=torch.uint8), merge_bits, what)
+        self.wait(merged)
+        said = bytes(merge_bits(merged.rows).numpy())
+        # A bit that is set in one rank's word, and in another's inverted: that one differs.
+        return not int.from_bytes(said[: len(mine)], "little") & int.from_bytes(said[len(mine) :], "little")
+
+    @property
+    def _has_tree(self) -> bool:
+        """Whether what ranks agree on goes by a tree of several circles."""
+        tree = self.groups.tree
+        return tree is not None and not tree.is_one_circle
+
+    @cached_property
+    def tree_exchange(self) -> TreeExchange:
+        """This rank's part in the control tree."""
+        assert self.groups.tree is not None, "the circles are not open"
+        return TreeExchange(self.groups.tree, self.groups.rank, self.groups.circles)
+
+    def _by_tree(self, start: Callable[[], TreeMessage]) -> TreeMessage:
+        """What goes by the tree keeps its order there: a message on the boards may have to go by it first."""
+        self._finish_message()
+        message = start()
+        self.follow(message)
+        return message
+
+    def _finish_message(self) -> None:
+        if self._last_message is not None:
+            self.wait(self._last_message)
+            self._last_message = None
+
+    def _gather(self, row: torch.Tensor, what: str) -> GatheredRows:
+        rows = torch.empty(self.groups.size, row.numel(), dtype=torch.uint8, device="cpu")
+        try:
+            gathered = GatheredRows(self.groups.control.gather(rows, row), rows, what)
+        except RuntimeError as error:
+            self._raise_if_doomed()
+            self._wait.fail(what, -1, error)
+        self.follow(gathered)
+        return gathered
 
     def wait(self, pending: Pending, timeout: float | None = None) -> None:
         """Return when the pending's work has completed (nccl: when the stream will wait for it).

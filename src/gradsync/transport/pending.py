@@ -5,6 +5,7 @@
     ByWorker      an operation in shared memory, a sum say, by the team's worker
     ByCaller      an operation in shared memory, done by whoever waits for it
     BoardMessage  a message from each to all on the team's boards
+    GatheredRows  one by gloo
     Promise       what a thread of ours will finish: a bucket's rounds, say
     LaneTask      a Python function on the lane's thread
 
@@ -81,6 +82,14 @@ class Collective(Pending):
 
     def settle(self) -> None:
         self._work.wait()
+
+
+class GatheredRows(Collective):
+    """Every rank's row, by gloo."""
+
+    def __init__(self, work: dist.Work, rows: torch.Tensor, what: str) -> None:
+        super().__init__(work, what, rows.shape[1], -1)
+        self.rows = rows
 
 
 class OnStream(Pending):
@@ -163,13 +172,14 @@ class ByCaller(_TeamPending):
 class BoardMessage(_TeamPending):
     """Every rank's row on the boards."""
 
-    def __init__(self, team: Team, row: torch.Tensor, rows: torch.Tensor, what: str) -> None:
+    def __init__(self, team: Team, row: torch.Tensor, what: str) -> None:
         super().__init__(what, row.numel())
-        self._team, self._rows = team, rows
+        self.rows = torch.empty(team.size, row.numel(), dtype=torch.uint8, device="cpu")
+        self._team = team
         team.post(row)
 
     def _go_on(self, slice_s: float) -> bool:
-        done = self._team.collect(self._rows, slice_s)
+        done = self._team.collect(self.rows, slice_s)
         self.finished_at = time.perf_counter()
         return done
 

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from gradsync.agreement.header import Call, Flag
+from gradsync.agreement.calls import Call
+from gradsync.agreement.header import Flag
 from gradsync.errors import GradSyncError, NonFinite
 from gradsync.pace.async_sgd.worker import AsyncWorker
 from gradsync.pace.contract import Due, Pace, PaceContext, SavedPace, Stats, below

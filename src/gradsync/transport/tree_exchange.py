@@ -1,0 +1,240 @@
+"""What ranks tell each other goes up the control tree and down again: a message of fixed size to and from each circle.
+
+    up      row, row, row ─merge→ row, row ─merge→ row       who leads a circle merges what its members bring
+    down                            row ─→ row, row ─→ row, row, row
+
+A merge makes one row of many, so that every message is as long as the first, however many ranks there are. Where all
+rows are wanted themselves, which is rare, they are put behind each other on the way up.
+
+Note [Nobody waits in the tree]
+    A rank that leads goes on when its members' rows are there, from the thread of gloo that brought them, whatever its
+    own thread does: others may wait for it. So one operation is on its way at a time, in the order in which they were
+    asked for, which is the same on every rank: a channel has no other way to tell them apart.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from gradsync.transport.control_tree import Circle, ControlTree
+from gradsync.transport.pending import BoardMessage, GatheredRows, Pending, Promise
+from gradsync.transport.shared_memory import Team
+
+Merge = Callable[[torch.Tensor], torch.Tensor]  # rows into one row
+
+
+def merge_bits(rows: torch.Tensor) -> torch.Tensor:
+    """Every bit that any row has.
+
+    >>> merge_bits(torch.tensor([[1, 4], [2, 4]], dtype=torch.uint8)).tolist()
+    [3, 4]
+    """
+    return torch.from_numpy(np.bitwise_or.reduce(rows.numpy(), axis=0))
+
+
+class CircleChannel(Protocol):
+    """What a circle talks over; a work is one of torch's, or anything with `get_future()`."""
+
+    def collect(self, rows: torch.Tensor | None, row: torch.Tensor) -> Any:
+        """Fill the first member's `rows` with every member's `row`."""
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Any:
+        """Make `tensor` that of the member with index `source`, in place."""
+
+
+class TreeMessage(Promise):
+    """An operation on its way: `rows` is what came of it, once it has landed."""
+
+    def __init__(self, what: str, nbytes: int) -> None:
+        super().__init__(what, nbytes, -1)
+        self.rows = torch.empty(0, nbytes, dtype=torch.uint8, device="cpu")
+
+    def came(self, rows: torch.Tensor) -> None:
+        """This came of it."""
+        self.rows = rows
+        self.finish()
+
+
+Walk = Generator[Any, None, None]  # yields each work that must end before it goes on
+
+
+class TreeExchange:
+    """This rank's part in the tree."""
+
+    def __init__(self, tree: ControlTree, rank: int, circles: Sequence[tuple[Circle, CircleChannel]]) -> None:
+        self._tree = tree
+        self._rank = rank
+        self._circles = list(circles)
+        self._lock = threading.RLock()  # a work that has ended already goes on in the thread that asks
+        self._queue: deque[tuple[TreeMessage, Walk]] = deque()  # the first is on its way
+        self._error: Exception | None = None
+
+    def reduce(self, row: torch.Tensor, merge: Merge, what: str, above: int = 0) -> TreeMessage:
+        """Start making one row of all; `above` is how many circles, from the bottom, did that already."""
+        message = TreeMessage(what, row.numel())
+        return self._start(message, self._merging(message, row, merge, above))
+
+    def gather(self, row: torch.Tensor, what: str) -> TreeMessage:
+        """Start bringing every rank's row to every rank, by index in the group."""
+        message = TreeMessage(what, row.numel())
+        return self._start(message, self._joining(message, row))
+
+    # The two ways
+
+    def _merging(self, message: TreeMessage, row: torch.Tensor, merge: Merge, above: int) -> Walk:
+        circles = self._circles[above:]
+        for circle, channel in circles:
+            if circle.leader == self._rank:
+                rows = torch.empty(len(circle.members), row.numel(), dtype=torch.uint8, device="cpu")
+                yield channel.collect(rows, row)
+                row = merge(rows)
+            else:
+                sent = channel.collect(None, row)  # the answer comes behind it
+                row = torch.empty_like(row)
+                yield channel.broadcast(row, 0)
+                del sent
+        yield from self._tell_below(circles, row)
+        message.came(row[None])
+
+    def _joining(self, message: TreeMessage, row: torch.Tensor) -> Walk:
+        nbytes, size = row.numel(), len(self._order)
+        whole = row
+        for (circle, channel), counts in zip(self._circles, self._counts, strict=True):
+            # Members speak for unequally many: gloo wants equal lengths.
+            padded = torch.zeros(max(counts) * nbytes, dtype=torch.uint8, device="cpu")
+            padded[: whole.numel()] = whole
+            if circle.leader == self._rank:
+                rows = torch.empty(len(counts), padded.numel(), dtype=torch.uint8, device="cpu")
+                yield channel.collect(rows, padded)
+                whole = torch.cat([each[: count * nbytes] for each, count in zip(rows, counts, strict=True)])
+            else:
+                sent = channel.collect(None, padded)
+                whole = torch.empty(size * nbytes, dtype=torch.uint8, device="cpu")
+                yield channel.broadcast(whole, 0)
+                del sent
+        yield from self._tell_below(self._circles, whole)
+        rows = torch.empty(size, nbytes, dtype=torch.uint8, device="cpu")
+        rows[self._order] = whole.view(size, nbytes)
+        message.came(rows)
+
+    def _tell_below(self, circles: Sequence[tuple[Circle, CircleChannel]], row: torch.Tensor) -> Walk:
+        led = [channel for circle, channel in reversed(circles) if circle.leader == self._rank]
+        yield from [channel.broadcast(row, 0) for channel in led]  # all at once, then waited for
+
+    @cached_property
+    def _order(self) -> torch.Tensor:
+        """The ranks, in the order in which their rows arrive at the root."""
+        tree = self._tree
+        return torch.tensor(tree.below(tree.root, len(tree.levels)), dtype=torch.int64, device="cpu")
+
+    @cached_property
+    def _counts(self) -> list[list[int]]:
+        """For how many ranks each member of our circles speaks."""
+        below = self._tree.below
+        return [[len(below(member, circle.level)) for member in circle.members] for circle, _ in self._circles]
+
+    # One after the other: see [Nobody waits in the tree]
+
+    def _start(self, message: TreeMessage, walk: Walk) -> TreeMessage:
+        with self._lock:
+            self._queue.append((message, walk))
+            if self._error is not None:
+                self._fail(self._error)
+            elif len(self._queue) == 1:
+                self._go_on()
+        return message
+
+    def _go_on(self) -> None:
+        """Go as far as there is nothing to wait for; the lock is held."""
+        while self._queue:
+            message, walk = self._queue[0]
+            try:
+                work = next(walk, None)
+                if work is not None:
+                    work.get_future().add_done_callback(self._ended)
+                    return
+            except Exception as error:
+                self._fail(error)
+                return
+            assert message.landed(0), "a walk ends with what came of it"
+            self._queue.popleft()
+
+    def _ended(self, future: Any) -> None:
+        with self._lock:
+            try:
+                future.value()
+            except Exception as error:
+                self._fail(error)
+                return
+            self._go_on()
+
+    def _fail(self, error: Exception) -> None:
+        """Nothing goes on after an error: ranks no longer know where the others are."""
+        self._error = error
+        while self._queue:
+            message, walk = self._queue.popleft()
+            walk.close()
+            message.finish(error)
+
+
+class BoardedMessage(Pending):
+    """A row of all: first and last on the boards of each host, between them by the tree, from one rank of each host.
+
+    Whoever waits does it, as the boards want it: see [Waiting] in `waiting`.
+    """
+
+    def __init__(self, team: Team, tree_exchange: TreeExchange, row: torch.Tensor, merge: Merge, what: str) -> None:
+        super().__init__(what, row.numel())
+        self.rows = row[None]
+        self._team, self._tree_exchange, self._merge = team, tree_exchange, merge
+        self._mates = torch.empty(team.size, row.numel(), dtype=torch.uint8, device="cpu")
+        self._between: TreeMessage | None = None
+        self._told = False  # whether the second message is on the boards
+        self._error: Exception | None = None
+        team.post(row)
+
+    def landed(self, slice_s: float) -> bool:
+        try:
+            while not self.succeeded and self._error is None:
+                if not self._take_turn(slice_s):
+                    return False
+        except Exception as error:
+            self._error = error
+        return True
+
+    def settle(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _take_turn(self, slice_s: float) -> bool:
+        """One of the waits, for at most a slice; whether it is over."""
+        team = self._team
+        if self._between is not None and not self._told:
+            if not self._between.landed(slice_s):
+                return False
+            self._between.settle()
+            self._tell(self._between.rows[0])
+        elif team.collect(self._mates, slice_s):
+            if self._told:
+                self.rows, self.succeeded = self._mates[:1], True
+            elif team.rank == 0:
+                self._between = self._tree_exchange.reduce(self._merge(self._mates), self._merge, self.what, above=1)
+            else:
+                self._tell(self._mates[team.rank])  # who leads has something to say: the others only take part
+        else:
+            return False
+        return True
+
+    def _tell(self, row: torch.Tensor) -> None:
+        self._team.post(row)
+        self._told = True
+
+
+RowsPending = GatheredRows | BoardMessage | TreeMessage | BoardedMessage  # once landed, `rows` is what ranks said
