@@ -7,9 +7,9 @@ work would say so only to somebody who waits for it, and a wait that expires clo
 acknowledged several messages is sent fewer.
 
 Note [Tokens]
-    A C function that holds the interpreter keeps a speaker from beating, but not gloo: its thread moves what was posted.
-    So every speaker has a reserve of sends posted that nobody receives, its tokens. Whoever hears nothing of it
-    any more asks for one, by receiving it; and if it comes then the process runs and the network passes: the rank is
+    A C function that holds the interpreter keeps a speaker from beating, but not gloo: its thread moves what was
+    posted. So every speaker has a reserve of sends posted that nobody receives, its tokens. Whoever hears nothing of
+    it any more asks for one, by receiving it; and if it comes then the process runs and the network passes: the rank is
     late, not dead. A stopped process gives none. Those that were taken are replaced when it speaks again.
 
           beats     ──┬──┬──┬──╴interpreter held╶────────┬──┬──
@@ -49,7 +49,7 @@ class Neighbour(NamedTuple):
 
     rank: int
     channel: GlooChannel
-    index: int  # in the channel
+    place: int  # in the channel
     vouches: bool  # tokens are given and asked for
 
 
@@ -58,8 +58,8 @@ class _Inbox:
 
     def __init__(self, neighbour: Neighbour, nbytes: int, tag: int) -> None:
         self._tensor = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
-        self._text = memoryview(self._tensor.numpy())
-        self._work = neighbour.channel.recv(self._tensor, neighbour.index, tag)
+        self._text = memoryview(self._tensor.numpy())  # type: ignore[arg-type]  # it has a buffer
+        self._work = neighbour.channel.recv(self._tensor, neighbour.place, tag)
 
     def content(self) -> bytes | None:
         """What came, if all of it is here."""
@@ -148,7 +148,7 @@ class _Link:
 
     def _send(self, magic: int, rest: bytes, tag: int) -> tuple[Any, torch.Tensor]:
         tensor = torch.frombuffer(bytearray(_START.pack(magic, zlib.crc32(rest)) + rest), dtype=torch.uint8).clone()
-        return self.neighbour.channel.send(tensor, self.neighbour.index, tag), tensor
+        return self.neighbour.channel.send(tensor, self.neighbour.place, tag), tensor
 
     @contextlib.contextmanager
     def _noticing_its_end(self) -> Iterator[None]:
@@ -198,7 +198,7 @@ def tokens_for(timeout: float, dead_after: float) -> int:
     """How many will be asked for while a rank may be late: see `Speaker.doubtful`.
 
     >>> tokens_for(60, 10), tokens_for(600, 10), tokens_for(1e7, 1)
-    (18, 53, 257)
+    (18, 52, 250)
     """
-    often = 2 * HELD_SHARE  # at first one in each half of `dead_after`, then one in each such part of the time it is held
+    often = 2 * HELD_SHARE  # at first one in each half of `dead_after`, then one in each such part of the time so far
     return often + 2 + math.ceil(math.log(max(timeout / (HELD_SHARE * dead_after), 1)) / math.log1p(1 / often))

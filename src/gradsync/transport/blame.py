@@ -29,6 +29,7 @@ class PeerView(NamedTuple):
     dead: bool
     silent: bool
     held_s: float = 0.0  # how long its interpreter was not heard of though its process runs
+    unheard_s: float = 0.0  # how long nothing was heard of it, and nothing proves that this lies with it
 
     @property
     def gone(self) -> bool:
@@ -58,16 +59,19 @@ def stopped(views: PeerViews) -> list[int]:
 
 
 def late(views: PeerViews, step: int) -> list[int]:
-    """Ranks that do not wait in this step as we do, and those that stopped."""
+    """Ranks that do not wait in this step as we do, and those that stopped; of whom nothing is heard nobody knows."""
     here = (step, Phase.WAITING)
-    return [rank for rank, (state, *_) in views.items() if (state.step, state.phase) != here and state.step <= step]
+    known = {rank: view.state for rank, view in views.items() if not view.unheard_s}
+    return [rank for rank, state in known.items() if (state.step, state.phase) != here and state.step <= step]
 
 
-def blame(views: PeerViews, suspects: Iterable[int], step: int) -> tuple[list[int], list[int]]:
+def blame(views: PeerViews, suspects: Iterable[int], step: int, size: int | None = None) -> tuple[list[int], list[int]]:
     """Follow what the suspects report: the guilty, and those who are excused unless nobody is guilty.
 
-    The guilty may include this rank itself, which has no view of its own.
+    The guilty may include this rank itself, which has no view of its own, and in a group of `size` ranks others of
+    whom there is none.
     """
+    size = len(views) + 1 if size is None else size
     guilty, excused, seen = set[int](), set[int](), set[int]()
     open_ = list(suspects)
     while open_:
@@ -77,7 +81,7 @@ def blame(views: PeerViews, suspects: Iterable[int], step: int) -> tuple[list[in
         seen.add(rank)
         view = views.get(rank)
         if view is not None and view.state.phase in _GAVE_UP and view.state.culprits:
-            open_ += [culprit for culprit in view.state.culprits if 0 <= culprit <= len(views)]
+            open_ += [culprit for culprit in view.state.culprits if 0 <= culprit < size]
         elif view is not None and view.excused(step):
             excused.add(rank)
         else:
@@ -90,6 +94,12 @@ def is_lost(views: PeerViews, rank: int) -> bool:
     view = views.get(rank)
     reported = any(s.state.phase == Phase.LOST_PEER and rank in s.state.culprits for s in views.values())
     return reported or (view is not None and view.stopped)
+
+
+def unheard(views: PeerViews) -> tuple[list[int], float]:
+    """Ranks of which nothing is heard, and for how long, where nothing proves that they are gone."""
+    silent = {rank: view.unheard_s for rank, view in views.items() if view.unheard_s and not view.stopped}
+    return list(silent), max(silent.values(), default=0.0)
 
 
 def way_out(views: PeerViews, ranks: Iterable[int]) -> str:
@@ -113,12 +123,12 @@ def describe_peer(view: PeerView, name: str, pid: int | None, lost: bool) -> str
     if view.dead:
         return f"{who} died in step {state.step}"
     if lost:
-        # Of a process of this host the kernel would know: see [Late is not dead] in `liveness`.
-        perhaps = "" if pid is not None else " (if only its interpreter was held, allow gs.Guard(dead_after=seconds))"
-        return f"{who} gives no sign of life{perhaps}, last seen {state.phase} in step {state.step}"
+        return f"{who} gives no sign of life, last seen {state.phase} in step {state.step}"
     if view.held_s:
         return (
             f"{who} is alive but its interpreter has been held for {view.held_s:.0f} s (by a C function that does not "
             f"release it), last seen {state.phase} in step {state.step}"
         )
+    if view.unheard_s:
+        return f"nothing was heard of {who} for {view.unheard_s:.0f} s, last seen {state.phase} in step {state.step}"
     return f"{who} is alive but still {state.phase} in step {state.step}"

@@ -5,8 +5,9 @@ is left behind, and it stays readable after its owner was killed.
 
     │ nonce │ slot 0: checksum, number, state │ slot 1: checksum, number, state │ board: the same, twice, with a text │
 
-On the board the first rank of a host leaves what it hears of other hosts. A writer fills the two slots in turn. A reader takes the newer one whose checksum is right, so it never sees
-half a write, not even of a rank that was killed while it wrote.
+A writer fills the two slots in turn. A reader takes the newer one whose checksum is right, so it never sees
+half a write, not even of a rank that was killed while it wrote. On the board the first rank of a host leaves what it
+hears of other hosts.
 """
 
 from __future__ import annotations

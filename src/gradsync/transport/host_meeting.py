@@ -94,6 +94,10 @@ class GroupMeeting:
                 raise self._without_a_store(error) from error
             raise
 
+    def see_local(self) -> None:
+        """Other hosts are heard otherwise from now on."""
+        self.peers = {rank: peer for rank, peer in self.peers.items() if isinstance(peer, LocalPeer)}
+
     def unanswered(self, waited: float) -> SyncTimeout:
         """The error if the store did not answer at all, so that nobody's absence is sure."""
         groups = self._groups

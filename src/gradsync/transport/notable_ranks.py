@@ -4,7 +4,7 @@
     then     who gave up because of others, who failed, who left
     then     who is furthest behind, and among equals who does not wait
 
-A wait needs no more: it asks who is gone, who stopped and why, who is late. With up to `MOST` ranks all are in it. Pure.
+A wait needs no more: it asks who is gone, who stopped and why, who is late. Up to `MOST` ranks all are in it. Pure.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def _notability(each: NotableRank) -> tuple[int, int, bool, int]:
 def most_notable(ranks: Iterable[NotableRank], most: int = MOST) -> list[NotableRank]:
     """Those that a summary has room for, the most notable first.
 
-    >>> early, late, dead = (NotableRank(n, RankState(0, step, Phase.BACKWARD, -1, ())) for n, step in enumerate([9, 8, 9]))
+    >>> states = [RankState(0, step, Phase.BACKWARD, -1, ()) for step in [9, 8, 9]]
+    >>> early, late, dead = (NotableRank(rank, state) for rank, state in enumerate(states))
     >>> [each.rank for each in most_notable([early, late, dead._replace(dead=True)], 2)]
     [2, 1]
     """

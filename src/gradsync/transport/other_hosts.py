@@ -1,7 +1,7 @@
 """What a rank hears of the ranks of other hosts: the first rank of a host by its links, the rest of it from that one.
 
-    host 0   0 ◄─links─► host 1's first rank …
-             └── page ──► 1, 2, 3          whether the first one lives its pidfd tells
+host 0   0 ◄─links─► host 1's first rank …
+         └── page ──► 1, 2, 3          whether the first one lives its pidfd tells
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class HeardByLinks:
         timeout: float,
         leave_note: Callable[[bytes], None],
     ) -> None:
-        """`leave_note` shows the other ranks of the host what is known; `timeout` bounds how long a rank may be late."""
+        """`leave_note` shows the rest of this host what is known; for `timeout` seconds a rank may be late."""
         self._speaker = Speaker(tree, groups.rank, groups.size, dead_after)
         watched = self._speaker.neighbours
         found = [
-            Neighbour(rank, channel, index, watched[rank])
+            Neighbour(rank, channel, place, watched[rank])
             for circle, channel in groups.circles
-            for index, rank in enumerate(circle.members)
+            for place, rank in enumerate(circle.members)
             if circle.level and rank in watched
         ]
         self._links = BeatLinks(found, tokens_for(timeout, dead_after))

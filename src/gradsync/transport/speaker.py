@@ -1,7 +1,7 @@
 """The speaker of a host among those of other hosts: who it hears, what it tells whom, and whom it finds silent.
 
-The first rank of each host speaks for it, along the circles of the control tree from level 1 on. Twice a second, and
-at once when there is news, it tells its parent what it knows of all below, and its children what it knows of all others:
+The first rank of each host speaks for it, along the circles of the control tree from level 1 on. Twice a second, and at
+once when there is news, it tells its parent what it knows of all below, and its children what it knows of all others:
 
     parent  ◄── everything but what the parent said
       ▲ │
@@ -15,7 +15,7 @@ A member of a circle also beats to the members next to it, which judge nothing, 
 This class has no thread, clock or socket. A transport, or a simulator, drives it:
 
     speaker = Speaker(ControlTree(hosts), rank, size, dead_after)
-    for neighbour, text in speaker.tick(elapsed_s, ranks_of_this_host): deliver(neighbour, text)    # several times a second
+    messages = speaker.tick(elapsed_s, ranks_of_this_host)    several times a second: who is to be told what
     speaker.heard(neighbour, text)          a message has come; what is news goes on with the next tick
     speaker.vouched(neighbour)              its process runs though it says nothing: asked for by `doubtful`
     speaker.closed(neighbour)               its connection ended
@@ -151,10 +151,10 @@ class Speaker:
         said = decode_summary(text, self._size)
         if said is None or said.notable[0].rank != neighbour:
             return
-        before, was_complete = each.said, self.complete
+        before = each.said
         each.met, each.vouched, each.age_s, each.said = True, False, 0.0, said
         each.revive()
-        if each.judged and (said.alarms != before.alarms or self.complete != was_complete):
+        if each.judged and (said.alarms != before.alarms or said.num_ranks != before.num_ranks):
             self._news.add(neighbour)
 
     def vouched(self, neighbour: int) -> None:

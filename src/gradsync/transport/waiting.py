@@ -22,7 +22,7 @@ from typing import Generic, NoReturn, TypeVar
 
 from gradsync.errors import JOIN, PeerLost, SyncTimeout, listed
 from gradsync.transport.awake_clock import AwakeClock
-from gradsync.transport.blame import PeerViews, blame, is_lost, late, lost, stopped, way_out
+from gradsync.transport.blame import PeerViews, blame, is_lost, late, lost, stopped, unheard, way_out
 from gradsync.transport.heartbeat import Phase
 from gradsync.transport.pending import Pending
 from gradsync.transport.session import Session
@@ -69,7 +69,7 @@ class BoundedWait(ABC, Generic[Awaited]):
 
     def blamed(self, views: PeerViews, suspects: list[int]) -> list[int]:
         """Whom the suspects hold responsible, or else themselves."""
-        guilty, excused = blame(views, suspects, self.step)
+        guilty, excused = blame(views, suspects, self.step, self._session.groups.size)
         return guilty or excused
 
     @property
@@ -172,6 +172,8 @@ class LaneWait(BoundedWait[Pending]):
         bucket, name = self._stuck(what, bucket)
         session.got_stuck(bucket)
         here, who = session.place(bucket), session.describe_peers(views, others)
+        if others and not who:
+            who = f"{listed(session.global_ranks(others))} came no further, as other ranks say"
         if missing:
             raise PeerLost(
                 f"{here} {who}, while this rank was in {name}. The step cannot be completed. {way_out(views, others)}",
@@ -184,6 +186,14 @@ class LaneWait(BoundedWait[Pending]):
             why = f"{took}: {who}. Look at what that rank does there; {JOIN}"
         elif culprits:
             why = f"the others gave up waiting for this rank, which came too late to {name}. Look at what held it up"
+        elif error is None and session.liveness.store_is_mute:
+            why = f"{took}: the store in which the ranks meet does not answer; see whether its process is stopped"
+        elif error is None and unheard(views)[0]:
+            silent, silent_s = unheard(views)
+            why = (
+                f"{took}: nothing was heard of {listed(session.global_ranks(silent))} for {silent_s:.0f} s, and "
+                f"nothing shows that a process ended: the network stands still, or a host has no power. {network}"
+            )
         elif error is None:
             why = f"{took}: every rank is here, but the data does not arrive. {network}"
         else:
