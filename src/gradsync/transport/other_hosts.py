@@ -81,7 +81,8 @@ class HeardByLinks:
     def _turn(self, elapsed_s: float, mine: Sequence[NotableRank] | None, at_once: bool) -> None:
         speaker, links = self._speaker, self._links
         gone = links.closed()  # first: what they sent before is heard below
-        for neighbour, text in links.hear():
+        said = list(links.hear())
+        for neighbour, text in said:
             speaker.heard(neighbour, text)
         for neighbour in links.vouched():
             speaker.vouched(neighbour)
@@ -92,7 +93,7 @@ class HeardByLinks:
         links.ask(speaker.doubtful())
         links.restock()
         self._since_note_s += elapsed_s
-        if messages or self._since_note_s >= PERIOD_S:
+        if said or messages or self._since_note_s >= PERIOD_S:
             self._since_note_s = 0.0
             self._leave_note(speaker.summary())
 
