@@ -68,3 +68,10 @@ def test_a_rank_among_several_of_its_host_is_named_by_other_hosts(play: Play, su
             speaks_itself = victim == 1 and rank != 3
             died = act == "kill" and not speaks_itself
             assert ("died in step 2" if died else "gives no sign of life") in error["text"]
+
+
+@pytest.mark.parametrize("act", ["kill", "stop"])
+def test_of_two_hosts_the_other_is_named(play: Play, survivors: Survivors, act: str) -> None:
+    """Nobody else is heard: that the network passes, the kernel knows."""
+    for error in survivors(play(1, "in_forward", act, ranks=2, remote=True, tcp=True), 1):
+        assert "rank 1 gives no sign of life" in error["text"]
