@@ -18,6 +18,7 @@ import torch
 from hypothesis import settings
 
 from gradsync.launch.spawn import RankPool
+from in_a_tree import in_its_tree
 from nccl_ranks import NcclRanks
 from netlab.fixture import fork_server, lab  # noqa: F401  # for every folder
 from on_gpu import on_gpu
@@ -53,6 +54,7 @@ def pool(warm: ForkServerContext) -> Iterator[RankPool]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nccl", action="store_true", help="run every test's ranks on GPUs, over NCCL")
+    parser.addoption("--tree", action="store_true", help="run every test's ranks as hosts of a small control tree")
 
 
 @pytest.fixture
@@ -62,8 +64,10 @@ def run(request: pytest.FixtureRequest) -> Run:
         over_nccl = request.getfixturevalue("nccl")
         return lambda fn, *args, **options: over_nccl(on_gpu, fn, *args, **options)
     pool: RankPool = request.getfixturevalue("pool")
+    tree = request.config.getoption("--tree")
 
     def run_ranks(fn: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 60) -> list[Any]:
+        fn, args = (in_its_tree, (fn, *args)) if tree else (fn, args)
         return pool.run(fn, *args, ranks=ranks, timeout=timeout)
 
     return run_ranks

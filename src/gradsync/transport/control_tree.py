@@ -34,7 +34,9 @@ class Circle(NamedTuple):
 class ControlTree:
     """All circles; each rank climbs through those it is in, from `climb(rank)[0]` on."""
 
-    def __init__(self, hosts: Hosts, fan_out: int = FAN_OUT) -> None:
+    def __init__(self, hosts: Hosts, fan_out: int | None = None) -> None:
+        """`fan_out` is the number of hosts in a circle, where it is not the usual one."""
+        fan_out = FAN_OUT if fan_out is None else fan_out
         if fan_out < 2:
             raise ValueError(f"a circle has at least 2 members, got fan_out={fan_out}")
         self.hosts = hosts
