@@ -23,7 +23,7 @@ from gradsync.errors import PeerFault
 from gradsync.exchange.choose_route import ExactSum
 from gradsync.exchange.flat import Form
 from gradsync.exchange.group_cache import group_cache
-from gradsync.transport.control_tree import ControlTree
+from gradsync.transport import control_tree
 from gradsync.transport.heartbeat import Phase
 from gradsync.transport.host_meeting import declare_host
 from gradsync.transport.lane import Lane, open_lane
@@ -63,7 +63,7 @@ def train(
     if remote or hosts:
         declare_host(f"h{rank % hosts if hosts else rank}")
     if fan_out:
-        ControlTree.__init__.__defaults__ = (fan_out,)
+        control_tree.FAN_OUT = fan_out
     dist.init_process_group(
         "gloo", store=make_store(folder, rank, ranks, tcp), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )

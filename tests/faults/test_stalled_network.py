@@ -54,9 +54,7 @@ def test_a_stall_shorter_than_the_timeout_is_ridden_out(lab: MakeLab, tmp_path: 
 
 
 @pytest.mark.parametrize("hosts", [2, 3])
-def test_a_stall_that_does_not_end_is_a_time_out_that_blames_nobody(
-    lab: MakeLab, tmp_path: Path, hosts: int
-) -> None:
+def test_a_stall_that_does_not_end_is_a_time_out_that_blames_nobody(lab: MakeLab, tmp_path: Path, hosts: int) -> None:
     made = lab(hosts=hosts)
 
     def stall() -> None:

@@ -1,4 +1,4 @@
-"""What the ranks of a lab do while its network stands still: they train, and tell the test when they are in the middle."""
+"""What the ranks of a lab do while its network stands still: they train, and tell the test when they are amid a step."""
 
 from __future__ import annotations
 

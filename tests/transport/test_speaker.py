@@ -116,7 +116,9 @@ def test_a_stopped_speaker_is_named_by_all_within_dead_after_and_a_second(world:
 
 @given(worlds, st.data())
 @LAW
-def test_of_two_that_die_at_once_each_is_named_by_its_neighbours_and_one_by_all(world: World, data: st.DataObject) -> None:
+def test_of_two_that_die_at_once_each_is_named_by_its_neighbours_and_one_by_all(
+    world: World, data: st.DataObject
+) -> None:
     assume(len(world.hosts) > 2)
     world.run(3.0)
     victims = data.draw(st.lists(st.sampled_from(world.first), min_size=2, max_size=2, unique=True))
