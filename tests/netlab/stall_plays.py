@@ -1,4 +1,4 @@
-"""What the ranks of a lab do while its network stands still: they train, and tell the test when they are amid a step."""
+"""What the ranks of a lab do while its network stands still: they train, and tell the test when."""
 
 from __future__ import annotations
 

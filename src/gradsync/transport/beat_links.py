@@ -100,10 +100,10 @@ class _Link:
                 self._post()
         return newest
 
-    def say(self, text: bytes) -> None:
+    def say(self, text: bytes, at_once: bool) -> None:
         if self.closed:
             return
-        if self._number - self._acknowledged >= _UNHEARD:
+        if self._number - self._acknowledged >= _UNHEARD and not at_once:
             self._skipped += 1
             if self._skipped % _SLOWER:
                 return
@@ -179,9 +179,10 @@ class BeatLinks:
         """Whose connection has ended; all it sent before has been heard."""
         return [rank for rank, link in self._links.items() if link.closed]
 
-    def send(self, messages: Sequence[tuple[int, bytes]]) -> None:
+    def send(self, messages: Sequence[tuple[int, bytes]], at_once: bool = False) -> None:
+        """Say these, or some of them to who does not listen; `at_once`: each is worth it."""
         for rank, text in messages:
-            self._links[rank].say(text)
+            self._links[rank].say(text, at_once)
 
     def ask(self, ranks: Iterable[int]) -> None:
         """Ask for a token of these."""

@@ -89,7 +89,7 @@ class HeardByLinks:
         for neighbour in gone:
             speaker.closed(neighbour)
         messages = speaker.tick(elapsed_s, mine, self._network_passes(), at_once)
-        links.send(messages)
+        links.send(messages, at_once)
         links.ask(speaker.doubtful())
         links.restock()
         self._since_note_s += elapsed_s
