@@ -157,16 +157,16 @@ class Liveness:
 
     def _tell_at_once(self) -> None:
         self._wake.set()
-        if self._remote_states is not None:
-            self._remote_states.tell_at_once()
+        if (remote_states := self._remote_states) is not None:
+            remote_states.tell_at_once()
 
     # What this rank sees
 
     def watch(self, waiting: bool) -> None:
         """Tell whether somebody waits: the store is read only then."""
         self._curious = waiting
-        if self._remote_states is not None:
-            self._remote_states.watch(waiting)
+        if (remote_states := self._remote_states) is not None:
+            remote_states.watch(waiting)
 
     def peer_views(self) -> dict[int, PeerView]:
         """The other ranks as they are just now: all of this host, and of other hosts those worth naming."""
@@ -362,8 +362,9 @@ class Liveness:
             self._meeting.see_local()
         elif self._linked_s >= 0:
             self._linked_s += elapsed_s
-            if self._remote_states is not None and self._linked_s >= _STORE_LINGERS_S:
-                self._remote_states.end_later()
+            remote_states = self._remote_states
+            if remote_states is not None and self._linked_s >= _STORE_LINGERS_S and remote_states.end_later():
+                self._meeting.remote_states = None
 
 
 def _now() -> bool:

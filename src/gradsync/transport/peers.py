@@ -144,10 +144,11 @@ class RemoteStates:
         self._heard = self.rounds
         self.mute_s = self.mute_s + elapsed_s if self._curious and not answered else 0.0
 
-    def end_later(self) -> None:
-        """Nobody reads the store any more: write the last word and end, without being waited for."""
+    def end_later(self) -> bool:
+        """Nobody reads the store any more: write the last word and end, without being waited for. Whether it has."""
         self._stop = True
         self._wake.set()
+        return not self._thread.is_alive()
 
     def close(self) -> None:
         """Write the last word and end, or leave the thread behind where the store does not answer."""
