@@ -18,6 +18,9 @@ from gradsync.cluster import Hosts
 
 FAN_OUT = 16  # hosts in a circle
 MAX_LOCAL = 64  # ranks of one host in a circle
+MOST_GATHERED = (
+    3  # a gather of gloo's goes round in a ring: with more ranks that is no shorter than the way up and down
+)
 
 
 class Circle(NamedTuple):
@@ -87,9 +90,9 @@ class ControlTree:
         return tuple(each for member in members for each in self.below(member, level - 1))
 
     @property
-    def is_one_circle(self) -> bool:
-        """Whether all ranks are in one circle."""
-        return self.depth == 1 and sum(map(len, self.levels)) == 1
+    def is_small(self) -> bool:
+        """Whether ranks are so few that each may as well hear each: one message then comes sooner than two."""
+        return sum(map(len, self.hosts)) <= MOST_GATHERED and self.depth == 1
 
     @property
     def depth(self) -> int:

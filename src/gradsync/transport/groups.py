@@ -101,7 +101,7 @@ class Groups:
         channels = self._connect(make)
         self.circles = list(zip(climbed, channels, strict=True))
         self.tree = tree
-        if self.first is None and tree.is_one_circle:
+        if self.first is None and tree.is_small:
             [(_, self.first)] = self.circles
 
     def add_control(self) -> None:

@@ -244,7 +244,7 @@ class Lane:
     def merge_all(self, row: torch.Tensor, merge: Merge, what: str) -> RowsPending:
         """Start making one row of every rank's, by the fastest way there is.
 
-        Where all are in one circle its members' rows come as they are: what is in `rows` is for the caller to merge.
+        Where ranks are few, or all on one host, their rows come as they are: to merge `rows` is for the caller.
         """
         boards = self._boards
         if boards is not None and boards.fits(row):
@@ -287,9 +287,9 @@ class Lane:
 
     @property
     def _has_tree(self) -> bool:
-        """Whether what ranks agree on goes by a tree of several circles."""
+        """Whether what ranks agree on goes up and down the tree."""
         tree = self.groups.tree
-        return tree is not None and not tree.is_one_circle
+        return tree is not None and not tree.is_small
 
     @cached_property
     def tree_exchange(self) -> TreeExchange:

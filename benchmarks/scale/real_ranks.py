@@ -1,0 +1,110 @@
+"""The control path among real ranks of this machine, eight to a host: processor time, messages and bytes, counted.
+
+Wall time says nothing here: all ranks share two cores. Beside it what DDP does with `find_unused_parameters=True`, one
+all-reduce of a number per parameter, and what gradsync did before: every rank's header to every rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from statistics import mean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import gradsync as gs
+from gradsync.agreement.header import Head, Mark
+from gradsync.agreement.header_exchange import HeaderExchange
+from gradsync.transport.gloo_channel import GlooChannel
+from gradsync.transport.host_meeting import declare_host
+from gradsync.transport.lane import open_lane
+
+PARAMETERS = 1000
+STEPS, WARM = 40, 5
+
+
+def take_part(per_host: int) -> dict[str, Any]:
+    """One rank: the lane is opened, and headers are exchanged as steps do it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    declare_host(f"h{rank // per_host}")
+    world = dist.group.WORLD
+    assert world is not None
+    begun, processor = time.perf_counter(), time.process_time()
+    lane = open_lane(world, gs.Guard(), 300.0)
+    attach = {"wall_s": time.perf_counter() - begun, "processor_s": time.process_time() - processor}
+    counted = Counter[str]()
+    count_calls(lane.groups.circles, counted)
+    marks = bytearray([Mark.TRAINABLE | Mark.USED] * PARAMETERS)
+
+    def header() -> None:
+        head = Head(lane.step, 77, 1.0 + rank % 7, 1, -1, 1, 0, bytes(8), 0, 0, 77, b"replicas", 8.0, 1)
+        received = HeaderExchange(lane, head, marks).receive()
+        assert received.size == size
+        lane.session.next_step()
+
+    used = torch.ones(PARAMETERS, dtype=torch.int32)
+    row, rows = torch.zeros(PARAMETERS + 88, dtype=torch.uint8), torch.zeros(size, PARAMETERS + 88, dtype=torch.uint8)
+
+    def all_rows() -> None:
+        dist.all_gather(list(rows), row)
+        [bytes(each.numpy()) for each in rows]
+
+    arms = {
+        "gradsync": header,
+        "DDP, find_unused_parameters": lambda: dist.all_reduce(used),
+        "every header to every rank": all_rows,
+    }
+    found: dict[str, Any] = {"attach": attach}
+    for name, arm in arms.items():
+        for _ in range(WARM):
+            arm()
+        dist.barrier()
+        counted.clear()
+        thread, processor = time.thread_time(), time.process_time()
+        for _ in range(STEPS):
+            arm()
+        found[name] = {
+            "thread_ms": 1e3 * (time.thread_time() - thread) / STEPS,
+            "processor_ms": 1e3 * (time.process_time() - processor) / STEPS,
+        }
+        if name == "gradsync":
+            found["calls"] = counted["calls"] / STEPS
+            found["nbytes"] = counted["nbytes"] / STEPS
+        dist.barrier()
+    lane.close(together=True)
+    declare_host(None)
+    return found
+
+
+def count_calls(circles: Any, counted: Counter[str]) -> None:
+    """Count what goes into the channels of the circles from now on."""
+    for _, channel in circles:
+        for name in ("collect", "broadcast", "gather"):
+            counting(channel, name, counted)
+
+
+def counting(channel: GlooChannel, name: str, counted: Counter[str]) -> None:
+    call = getattr(channel, name)
+
+    def wrapped(*args: Any) -> Any:
+        counted["calls"] += 1
+        counted["nbytes"] += next(arg.numel() for arg in reversed(args) if isinstance(arg, torch.Tensor))
+        return call(*args)
+
+    setattr(channel, name, wrapped)
+
+
+def measure(ranks: int, per_host: int = 8) -> dict[str, Any]:
+    """Means over the ranks."""
+    found = gs.spawn(take_part, ranks, per_host, timeout=400)
+    arms = [name for name in found[0] if name not in ("attach", "calls", "nbytes")]
+    return {
+        "ranks": ranks,
+        "per_host": per_host,
+        "attach": {key: mean(each["attach"][key] for each in found) for key in found[0]["attach"]},
+        "arms": {name: {key: mean(each[name][key] for each in found) for key in found[0][name]} for name in arms},
+        "calls": {"mean": mean(each["calls"] for each in found), "most": max(each["calls"] for each in found)},
+        "nbytes": {"mean": mean(each["nbytes"] for each in found), "most": max(each["nbytes"] for each in found)},
+    }

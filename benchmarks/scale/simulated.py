@@ -1,0 +1,240 @@
+"""A network in one process, with a clock of its own: channels of circles that the control code uses as it uses gloo's.
+
+What runs on it is gradsync's own: `Lane`, `TreeExchange`, `HeaderExchange` and what judges a step. Only gloo is
+replaced, by events on a queue: a message arrives a latency after it was sent, and the queue's clock jumps to it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import gradsync as gs
+from gradsync.transport.control_tree import Circle, ControlTree
+from gradsync.transport.groups import Groups
+from gradsync.transport.heartbeat import INITIAL
+from gradsync.transport.lane import Lane
+
+LATENCY_S = 30e-6
+
+
+class Network:
+    """Events in the order of their time, and what each rank has sent and computed."""
+
+    def __init__(self) -> None:
+        self.now = self.begun = 0.0
+        self.messages: Counter[int] = Counter()  # sent, by rank
+        self.nbytes: Counter[int] = Counter()
+        self.python_s: Counter[int] = Counter()  # by rank, in the control code
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    def begin(self) -> None:
+        """Count from here on."""
+        self.begun = self.now
+        for counted in (self.messages, self.nbytes, self.python_s):
+            counted.clear()
+
+    def at(self, moment: float, happen: Callable[[], None]) -> None:
+        """Have this happen then."""
+        heapq.heappush(self._events, (moment, next(self._numbers), happen))
+
+    def send(self, source: int, nbytes: int, hops: int = 1) -> float:
+        """A message leaves; when it arrives."""
+        self.messages[source] += 1
+        self.nbytes[source] += nbytes
+        return self.now + hops * LATENCY_S
+
+    def run(self) -> None:
+        """Until nothing is under way."""
+        while self._events:
+            self.now, _, happen = heapq.heappop(self._events)
+            happen()
+
+    def timed(self, rank: int, call: Callable[[], Any]) -> Any:
+        """What the call returns; the time it takes is that rank's."""
+        begun = time.perf_counter()
+        try:
+            return call()
+        finally:
+            self.python_s[rank] += time.perf_counter() - begun
+
+
+class Work:
+    """One rank's part in a collective, as torch's works are."""
+
+    def __init__(self, network: Network, rank: int) -> None:
+        self._network, self._rank = network, rank
+        self._callbacks: list[Callable[[Any], None]] = []
+        self._done = False
+
+    def get_future(self) -> Work:
+        return self
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        if self._done:
+            callback(self)
+        else:
+            self._callbacks.append(callback)
+
+    def value(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def end(self) -> None:
+        """It is over for this rank."""
+        self._done = True
+        for callback in self._callbacks:
+            self._network.timed(self._rank, lambda callback=callback: callback(self))
+
+
+class SharedCircle:
+    """What the members of one circle bring to its collectives, by number."""
+
+    def __init__(self, network: Network, circle: Circle) -> None:
+        self.network, self.circle = network, circle
+        self.collected: dict[int, dict[int, Any]] = {}
+        self.told: dict[int, dict[int, Any]] = {}
+
+
+class Channel:
+    """One member's end of a circle."""
+
+    on_host = True
+
+    def __init__(self, shared: SharedCircle, rank: int) -> None:
+        self._shared, self._rank = shared, rank
+        self._place = shared.circle.members.index(rank)
+        self._num_collected = self._num_told = 0
+
+    def collect(self, rows: torch.Tensor | None, row: torch.Tensor) -> Work:
+        network, members = self._shared.network, self._shared.circle.members
+        call = self._shared.collected.setdefault(self._num_collected, {"here": 0, "rows": {}})
+        self._num_collected += 1
+        work = Work(network, self._rank)
+        call["rows"][self._place] = row
+        if self._place == 0:
+            call["into"], call["work"] = rows, work
+
+        def arrive() -> None:
+            call["here"] += 1
+            if call["here"] == len(members):
+                torch.stack([call["rows"][place] for place in range(len(members))], out=call["into"])
+                call["work"].end()
+
+        network.at(network.now if self._place == 0 else network.send(self._rank, row.numel()), arrive)
+        if self._place:
+            network.at(network.now, work.end)
+        return work
+
+    def gather(self, rows: torch.Tensor, row: torch.Tensor) -> Work:
+        """Every member's row to every member, in a ring as gloo does it."""
+        network, members = self._shared.network, self._shared.circle.members
+        call = self._shared.collected.setdefault(self._num_collected, {"ends": [], "rows": {}})
+        self._num_collected += 1
+        work = Work(network, self._rank)
+        call["rows"][self._place] = row
+        call["ends"].append((work, rows))
+        network.messages[self._rank] += len(members) - 1
+        network.nbytes[self._rank] += (len(members) - 1) * row.numel()
+        if len(call["ends"]) == len(members):
+            whole = torch.stack([call["rows"][place] for place in range(len(members))])
+            for each, into in call["ends"]:
+                into.copy_(whole)
+                network.at(network.now + (len(members) - 1) * LATENCY_S, each.end)
+        return work
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+        """From the first member by a binomial tree, as gloo does it."""
+        assert source == 0
+        network, members = self._shared.network, self._shared.circle.members
+        call = self._shared.told.setdefault(self._num_told, {"waiting": {}, "data": None})
+        self._num_told += 1
+        work = Work(network, self._rank)
+
+        def come(place: int, into: torch.Tensor, work: Work) -> None:
+            def arrive() -> None:
+                into.copy_(call["data"])
+                work.end()
+
+            network.at(call["sent"] + place.bit_length() * LATENCY_S, arrive)
+
+        if self._place == 0:
+            call["data"], call["sent"] = tensor, network.now
+            for place in range(1, len(members)):  # who passes it on: the place without its highest bit
+                network.send(members[place - (1 << (place.bit_length() - 1))], tensor.numel())
+            for place, (into, waiting) in call["waiting"].items():
+                come(place, into, waiting)
+            network.at(network.now, work.end)
+        elif call["data"] is not None:
+            come(self._place, tensor, work)
+        else:
+            call["waiting"][self._place] = (tensor, work)
+        return work
+
+
+class Suspended(Exception):
+    """A rank would wait here: it goes on when the network has run."""
+
+
+class SimulatedLane(Lane):
+    """gradsync's own lane, which never blocks: where it would, the simulation goes on with the next rank."""
+
+    def __init__(self, network: Network, groups: Groups) -> None:
+        super().__init__(groups, _LIVENESS, gs.Guard(), 60.0)
+        self.network = network
+        self._answers: dict[bytes, list[bytes]] = {}
+        self._asked: dict[bytes, Any] = {}
+
+    def wait(self, pending: Any, timeout: float | None = None) -> None:
+        if not pending.landed(0):
+            raise Suspended
+        pending.settle()
+
+    def exchange(self, mine: bytes, what: str = "") -> list[bytes]:
+        """Every rank's bytes, when the simulation comes back with the same question."""
+        if mine not in self._asked:
+            row = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+            self._asked[mine] = self.tree_exchange.gather(row, what)
+        message = self._asked[mine]
+        if not message.landed(0):
+            raise Suspended
+        return [bytes(row.numpy()) for row in message.rows]
+
+
+_LIVENESS: Any = SimpleNamespace(
+    heartbeat=SimpleNamespace(state=INITIAL, at=lambda *_: None),
+    each_tick=lambda look: None,
+    orphan=lambda *_: None,
+    close=lambda: None,
+    hosts=(),
+    state=INITIAL,
+    watch=lambda _: None,
+)
+
+
+def hosts_of(ranks: int, per_host: int) -> tuple[tuple[int, ...], ...]:
+    """Ranks in order, so many on a host."""
+    return tuple(tuple(range(at, min(at + per_host, ranks))) for at in range(0, ranks, per_host))
+
+
+def open_lanes(network: Network, ranks: int, per_host: int, whom: Sequence[int] | None = None) -> list[SimulatedLane]:
+    """Every rank's lane over one tree."""
+    tree = ControlTree(hosts_of(ranks, per_host))
+    shared = {circle: SharedCircle(network, circle) for level in tree.levels for circle in level}
+    everybody = tuple(range(ranks))
+    lanes = []
+    for rank in whom or everybody:
+        circles: Any = [(circle, Channel(shared[circle], rank)) for circle in tree.climb(rank)]
+        groups = Groups(rank, ranks, everybody, tree=tree, circles=circles)
+        if tree.is_small:
+            groups.first = circles[0][1]
+        lanes.append(SimulatedLane(network, groups))
+    return lanes
