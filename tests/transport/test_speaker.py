@@ -15,7 +15,7 @@ from gradsync.transport.notable_ranks import (
     MOST,
     SUMMARY_NBYTES,
     NotableRank,
-    Summary,
+    HostSummary,
     decode_summary,
     encode_summary,
     most_notable,
@@ -259,7 +259,7 @@ RANKS = st.builds(NotableRank, st.integers(0, 99), STATES, st.booleans(), st.boo
 
 @given(st.lists(RANKS, min_size=1, max_size=MOST), st.integers(0, 50))
 def test_a_summary_carries_what_was_said(ranks: list[NotableRank], more: int) -> None:
-    said = Summary(tuple(ranks), len(ranks) + more)
+    said = HostSummary(tuple(ranks), len(ranks) + more)
     text = encode_summary(said)
     assert len(text) == SUMMARY_NBYTES
     assert decode_summary(text, 100) == said

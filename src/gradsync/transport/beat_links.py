@@ -172,11 +172,11 @@ class BeatLinks:
                 yield rank, text
 
     def vouched(self) -> list[int]:
-        """Whose tokens have come."""
+        """The neighbours whose tokens have come."""
         return [rank for rank, link in self._links.items() if link.vouched()]
 
     def closed(self) -> list[int]:
-        """Whose connection has ended; all it sent before has been heard."""
+        """The neighbours whose connection has ended; `hear` once more for what they sent before."""
         return [rank for rank, link in self._links.items() if link.closed]
 
     def send(self, messages: Sequence[tuple[int, bytes]], at_once: bool = False) -> None:

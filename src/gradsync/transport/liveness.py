@@ -169,7 +169,7 @@ class Liveness:
             remote_states.watch(waiting)
 
     def peer_views(self) -> dict[int, PeerView]:
-        """The other ranks as they are just now: all of this host, and of other hosts those worth naming."""
+        """Ranks as they are just now: all others of this host, and those of other hosts that are worth naming."""
         return self._look()
 
     def investigate(self) -> tuple[list[int], dict[int, PeerView]]:

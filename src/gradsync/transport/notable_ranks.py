@@ -43,7 +43,7 @@ class NotableRank(NamedTuple):
         return (self.rank, self.state.phase, gone) if gone or self.state.phase >= Phase.FAILED else None
 
 
-class Summary(NamedTuple):
+class HostSummary(NamedTuple):
     """What a host says of the ranks it speaks for; the first one is the speaker itself."""
 
     notable: tuple[NotableRank, ...]
@@ -72,7 +72,7 @@ def most_notable(ranks: Iterable[NotableRank], most: int = MOST) -> list[Notable
     return heapq.nsmallest(most, ranks, key=_notability)
 
 
-def encode_summary(summary: Summary) -> bytes:
+def encode_summary(summary: HostSummary) -> bytes:
     """A text of fixed length; whoever sends it adds a checksum."""
     records = [_HEAD.pack(len(summary.notable), summary.num_ranks)]
     for rank, state, dead, silent, held_s, unheard_s in summary.notable:
@@ -87,7 +87,7 @@ def encode_summary(summary: Summary) -> bytes:
     return b"".join(records).ljust(SUMMARY_NBYTES, b"\0")
 
 
-def decode_summary(text: bytes, size: int) -> Summary | None:
+def decode_summary(text: bytes, size: int) -> HostSummary | None:
     """What was said of a group of `size` ranks, or None for anything that is no summary."""
     if len(text) != SUMMARY_NBYTES:
         return None
@@ -102,7 +102,7 @@ def decode_summary(text: bytes, size: int) -> Summary | None:
             return None
         state = RankState(0, step, _PHASES[phase], bucket, tuple(culprits[:named]))
         notable.append(NotableRank(rank, state, bool(flags & _DEAD), bool(flags & _SILENT), held_s, unheard_s))
-    return Summary(tuple(notable), num_ranks)
+    return HostSummary(tuple(notable), num_ranks)
 
 
 _PHASES = {int(phase): phase for phase in Phase}

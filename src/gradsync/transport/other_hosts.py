@@ -13,7 +13,7 @@ from typing import Protocol
 from gradsync.transport.beat_links import BeatLinks, Neighbour, tokens_for
 from gradsync.transport.control_tree import ControlTree
 from gradsync.transport.groups import Groups
-from gradsync.transport.notable_ranks import NotableRank, Summary, decode_summary
+from gradsync.transport.notable_ranks import NotableRank, HostSummary, decode_summary
 from gradsync.transport.sockets import read_sockets
 from gradsync.transport.speaker import PERIOD_S, Speaker
 
@@ -36,7 +36,7 @@ class OtherHosts(Protocol):
 
 
 class HeardByLinks:
-    """For the first rank of a host; its thread that beats takes the turns."""
+    """What the first rank of a host hears; its thread that beats takes the turns."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class HeardByLinks:
 
 
 class HeardFromSpeaker:
-    """For the other ranks of a host."""
+    """What the other ranks of a host are told by the first one."""
 
     def __init__(self, read_note: Callable[[], tuple[int, bytes]], size: int) -> None:
         """`read_note` is what the first rank of this host leaves on its page."""
@@ -118,7 +118,7 @@ class HeardFromSpeaker:
         self._size = size
         self._number = 0
         self._age_s = 0.0
-        self._summary = Summary((), 0)
+        self._summary = HostSummary((), 0)
 
     @property
     def complete(self) -> bool:

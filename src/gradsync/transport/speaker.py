@@ -52,7 +52,7 @@ from gradsync.transport.heartbeat import Phase
 from gradsync.transport.notable_ranks import (
     MOST,
     NotableRank,
-    Summary,
+    HostSummary,
     decode_summary,
     encode_summary,
     most_notable,
@@ -70,7 +70,7 @@ class _Neighbour:
 
     rank: int
     judged: bool  # parent and children are; the next in the circle are only listened to
-    said: Summary = field(default_factory=lambda: Summary((), 0))
+    said: HostSummary = field(default_factory=lambda: HostSummary((), 0))
     met: bool = False
     closed: bool = False
     vouched: bool = False  # its process has shown that it runs since it spoke last
@@ -129,7 +129,7 @@ class Speaker:
 
     @property
     def neighbours(self) -> dict[int, bool]:
-        """With whom this speaker talks, and whether it watches over them."""
+        """Ranks with whom this speaker talks, and whether it watches over them."""
         return {each.rank: each.judged for each in self._neighbours.values()}
 
     @property
@@ -199,7 +199,7 @@ class Speaker:
         return self._messages(due) if due else []
 
     def doubtful(self) -> list[int]:
-        """Whose process should be asked, past its interpreter, whether it runs."""
+        """Neighbours whose process should be asked, past its interpreter, whether it runs."""
         there = [each for each in self._judged if each.met and not each.closed]
         return [each.rank for each in there if each.unseen_s >= self._patience_s(each) / 2]
 
@@ -256,13 +256,13 @@ class Speaker:
         for each in due:
             told = [rank for rank in ranked if origin.get(rank.rank) != each.rank] if each.judged else []
             num_ranks = len(self._mine) + sum(side.said.num_ranks for side in self._judged if side is not each)
-            summary = Summary((own, *told[: MOST - 1]), num_ranks if each.judged else 1)
+            summary = HostSummary((own, *told[: MOST - 1]), num_ranks if each.judged else 1)
             messages.append((each.rank, encode_summary(summary)))
         return messages
 
-    def _summary(self, notable: list[NotableRank]) -> Summary:
+    def _summary(self, notable: list[NotableRank]) -> HostSummary:
         num_ranks = len(self._mine) + sum(each.said.num_ranks for each in self._judged)
-        return Summary(tuple(notable), num_ranks)
+        return HostSummary(tuple(notable), num_ranks)
 
 
 def _beside(rank: int, members: Sequence[int]) -> list[int]:
