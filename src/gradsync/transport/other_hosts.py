@@ -13,7 +13,7 @@ from typing import Protocol
 from gradsync.transport.beat_links import BeatLinks, Neighbour, tokens_for
 from gradsync.transport.control_tree import ControlTree
 from gradsync.transport.groups import Groups
-from gradsync.transport.notable_ranks import NotableRank, HostSummary, decode_summary
+from gradsync.transport.notable_ranks import HostSummary, NotableRank, decode_summary
 from gradsync.transport.sockets import read_sockets
 from gradsync.transport.speaker import PERIOD_S, Speaker
 

@@ -51,8 +51,8 @@ from gradsync.transport.control_tree import ControlTree
 from gradsync.transport.heartbeat import Phase
 from gradsync.transport.notable_ranks import (
     MOST,
-    NotableRank,
     HostSummary,
+    NotableRank,
     decode_summary,
     encode_summary,
     most_notable,
