@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import gradsync as gs
-from gradsync.transport.control_tree import Circle, ControlTree
+from gradsync.algorithms.control_tree import Circle, ControlTree
 from gradsync.transport.groups import Groups
 from gradsync.transport.heartbeat import INITIAL
 from gradsync.transport.lane import Lane

@@ -75,6 +75,19 @@ def test_one_rank_alone_has_nothing_to_send() -> None:
     assert collectives.header().seconds == 0.0
 
 
+def header_s(hosts: int, per_host: int) -> float:
+    link = Link(50e-6, 1e9)
+    ranks = tuple(tuple(range(at, at + per_host)) for at in range(0, hosts * per_host, per_host))
+    return Collectives(Cluster(ranks, Link(5e-6, 1e11), link, backend="nccl")).header().seconds
+
+
+def test_a_header_takes_as_many_turns_as_the_logarithm_of_the_hosts() -> None:
+    call_s = Cluster(((0,), (1,)), Link(1e-6, 1e9), Link(1e-6, 1e9)).device.call_s
+    for hosts, turns in ((2, 2), (16, 5), (256, 10), (2048, 14), (4096, 15)):
+        assert header_s(hosts, 8) - call_s == pytest.approx(turns * 50e-6 + 4 * 5e-6)
+    assert header_s(2048, 8) < 2 * header_s(16, 8)
+
+
 def test_ranks_of_one_host_use_its_memory() -> None:
     collectives = Collectives(cluster_of(1, 4, memory=Link(1e-6, 8e9)))
     assert collectives.resolve(None, 1e6) == SharedMemory()

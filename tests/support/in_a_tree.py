@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gradsync.transport import control_tree
+from gradsync.algorithms import control_tree
 from gradsync.transport.host_meeting import declare_host
 
 HOSTS = {1: "a", 2: "ab", 3: "aab", 4: "aabb"}  # by the number of ranks: the host of each

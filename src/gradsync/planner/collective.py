@@ -11,9 +11,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from gradsync.algorithms.builtin import Native, SharedMemory
+from gradsync.algorithms.control_tree import MOST_GATHERED, circle_sizes, hops
 from gradsync.algorithms.halving_doubling import HalvingDoubling
 from gradsync.algorithms.hierarchical import Hierarchical
-from gradsync.algorithms.price import Algorithm, price
+from gradsync.algorithms.price import LOOPBACK, MEMORY, Algorithm, price
 from gradsync.algorithms.ring import Ring
 from gradsync.algorithms.schedule import Recipe
 from gradsync.algorithms.tree import Tree
@@ -208,11 +209,27 @@ class Collectives:
         return 0.0 if self.cluster.memory is not None else 2 * (self.per_host - 1) / self.per_host
 
     def header(self) -> CollectiveCost:
-        """The few bytes that every synchronization begins or ends with: to all, from all."""
-        link = self.cluster.memory if self.in_memory else None
-        if link is not None or self.size == 1:
-            return CollectiveCost(2 * link.latency_s if link else 0.0, 0.0, 0.0)
-        return CollectiveCost(self._slowest(64.0).latency_s * self.size + self.cluster.device.call_s, 0.0, 0.0)
+        """The few bytes that every synchronization begins or ends with: up the control tree and down again.
+
+        Whatever gradients travel by, ranks agree in shared memory and by TCP.
+        """
+        memory, call_s = self.cluster.memory or MEMORY, self.cluster.device.call_s
+        if self.size == 1:
+            return CollectiveCost(0.0, 0.0, 0.0)
+        if self.in_memory:
+            return CollectiveCost(2 * memory.latency_s, 0.0, 0.0)
+        if self.size <= MOST_GATHERED:
+            return CollectiveCost(self._slowest(64.0).latency_s * self.size + call_s, 0.0, 0.0)
+        on_gpus = self.cluster.backend == "nccl"
+        if self.per_host == 1:
+            within = 0.0
+        elif on_gpus or self.cluster.memory is not None:
+            within = 4 * memory.latency_s  # there and back
+        else:
+            within = hops(self.per_host) * self.cluster.inside.latency_s
+        latency = max(self.cluster.across.latency_s, LOOPBACK.latency_s if on_gpus else 0.0)
+        between = sum(hops(size) for size in circle_sizes(self.num_hosts)) * latency
+        return CollectiveCost(within + between + call_s, 0.0, 0.0)
 
     def _slowest(self, nbytes: float) -> Link:
         """The link that a ring through all ranks waits for, with messages of this size."""

@@ -35,8 +35,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from gradsync.algorithms.control_tree import Circle, ControlTree
 from gradsync.transport.connecting import Attempt, Connect
-from gradsync.transport.control_tree import Circle, ControlTree
 from gradsync.transport.gloo_channel import GlooChannel, make_gloo
 from gradsync.transport.nccl_channel import NcclChannel
 from gradsync.transport.sockets import connections

@@ -20,13 +20,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from gradsync.algorithms.control_tree import ControlTree
 from gradsync.cluster import Hosts
 from gradsync.errors import GradSyncError, NotEnoughMemory, SyncTimeout, listed
 from gradsync.kernels.library import MAX_RANKS, load
 from gradsync.plan.guard import Guard
 from gradsync.transport.abandoned import AbandonedLane, abandon, end_later
 from gradsync.transport.connecting import Attempt
-from gradsync.transport.control_tree import ControlTree
 from gradsync.transport.groups import Groups, group_of
 from gradsync.transport.lane_thread import LaneThread
 from gradsync.transport.liveness import Liveness

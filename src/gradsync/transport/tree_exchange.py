@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from gradsync.transport.control_tree import Circle, ControlTree
+from gradsync.algorithms.control_tree import Circle, ControlTree
 from gradsync.transport.pending import BoardMessage, GatheredRows, Pending, Promise
 from gradsync.transport.shared_memory import Team
 

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from gradsync.algorithms.control_tree import circle_sizes
 from gradsync.cli.plan.answer import Answer
 from gradsync.cli.plan.figures import samples, show_share
 from gradsync.cli.plan.sweep import FAR, Axis, SweepPoint
 from gradsync.cluster import Cluster, Link
+from gradsync.planner.collective import Collectives
 from gradsync.planner.prediction import Prediction
 from gradsync.planner.profile import ModelProfile
 from gradsync.planner.snippet import in_words
@@ -48,7 +50,16 @@ def assumptions(answer: Answer) -> list[str]:
         line = cluster.across.bandwidth / answer.arrives
         named = "" if answer.arrives == 1.0 else f"line rate {show_bits(line)} = {show_rate(line)}, of which "
         told.append(f"Between hosts: {named}{_link(cluster.across)}, {shared}.")
+        told.append(_control(cluster))
     return [*told, _model(profile), *_dtype(answer), *_sharing(profile, cluster)]
+
+
+def _control(cluster: Cluster) -> str:
+    """What it costs that ranks agree on every step, which grows with the logarithm of the hosts."""
+    levels = len(circle_sizes(len(cluster.hosts)))
+    tree = "in one circle of hosts" if levels == 1 else f"up and down {levels} levels of hosts"
+    seconds = show_seconds(Collectives(cluster).header().seconds)
+    return f"In every step ranks agree by a header, {tree}: {seconds}, counted in with all of ours; DDP has none."
 
 
 def _dtype(answer: Answer) -> list[str]:

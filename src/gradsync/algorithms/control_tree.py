@@ -100,6 +100,29 @@ class ControlTree:
         return sum(1 for circles in self.levels if circles)
 
 
+def circle_sizes(num_hosts: int) -> list[int]:
+    """How many members the largest circle has, level by level, where so many hosts agree.
+
+    >>> circle_sizes(1), circle_sizes(12), circle_sizes(2048)
+    ([], [12], [16, 16, 8])
+    """
+    sizes = []
+    while num_hosts > 1:
+        num_circles = -(-num_hosts // FAN_OUT)
+        sizes.append(-(-num_hosts // num_circles))
+        num_hosts = num_circles
+    return sizes
+
+
+def hops(size: int) -> int:
+    """The messages one after the other by which a circle hears and is told: one to its first rank, then a binary tree.
+
+    >>> [hops(size) for size in (2, 3, 16)]
+    [2, 3, 5]
+    """
+    return 1 + (size - 1).bit_length()
+
+
 def _chunks(members: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
     """Consecutive parts of nearly equal length, none longer than `size`."""
     count = -(-len(members) // size)

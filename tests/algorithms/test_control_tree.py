@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.transport.control_tree import FAN_OUT, MAX_LOCAL, ControlTree
+from gradsync.algorithms.control_tree import FAN_OUT, MAX_LOCAL, ControlTree
 
 hosts = st.lists(st.integers(1, 9), min_size=1, max_size=40).map(
     lambda sizes: tuple(tuple(range(sum(sizes[:i]), sum(sizes[: i + 1]))) for i in range(len(sizes)))
