@@ -130,7 +130,11 @@ def measure(ranks: int, per_host: int) -> dict[str, Any]:
         "store_requests_per_s": 0,
         "named_after_s": {},
     }
-    victims = {"at the edge": (speakers[-1], False), "in the middle": (_inner(hosts.tree), False), "the root": (0, True)}
+    victims = {
+        "at the edge": (speakers[-1], False),
+        "in the middle": (_inner(hosts.tree), False),
+        "the root": (0, True),
+    }
     for what, (rank, closed) in victims.items():
         if rank not in hosts.hosts or len(hosts.hosts) < 4:
             continue

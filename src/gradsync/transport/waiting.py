@@ -171,9 +171,7 @@ class LaneWait(BoundedWait[Pending]):
             team.abandon()
         bucket, name = self._stuck(what, bucket)
         session.got_stuck(bucket)
-        here, who = session.place(bucket), session.describe_peers(views, others)
-        if others and not who:
-            who = f"{listed(session.global_ranks(others))} came no further, as other ranks say"
+        here, who = session.place(bucket), session.describe_culprits(views, others)
         if missing:
             raise PeerLost(
                 f"{here} {who}, while this rank was in {name}. The step cannot be completed. {way_out(views, others)}",
