@@ -18,12 +18,12 @@ from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradsync as gs
+from gradsync.algorithms import control_tree
 from gradsync.compress.toml import from_canonical
 from gradsync.errors import PeerFault
 from gradsync.exchange.choose_route import ExactSum
 from gradsync.exchange.flat import Form
 from gradsync.exchange.group_cache import group_cache
-from gradsync.transport import control_tree
 from gradsync.transport.heartbeat import Phase
 from gradsync.transport.host_meeting import declare_host
 from gradsync.transport.lane import Lane, open_lane

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from gradsync.transport.control_tree import ControlTree
+from gradsync.algorithms.control_tree import ControlTree
 from gradsync.transport.heartbeat import Phase, RankState
 from gradsync.transport.notable_ranks import (
     MAX_NAMED,

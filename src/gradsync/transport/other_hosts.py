@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from gradsync.algorithms.control_tree import ControlTree
 from gradsync.transport.beat_links import BeatLinks, Neighbour, tokens_for
-from gradsync.transport.control_tree import ControlTree
 from gradsync.transport.groups import Groups
 from gradsync.transport.notable_ranks import HostSummary, NotableRank, decode_summary
 from gradsync.transport.sockets import read_sockets

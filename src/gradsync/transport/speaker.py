@@ -47,7 +47,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gradsync.transport.control_tree import ControlTree
+from gradsync.algorithms.control_tree import ControlTree
 from gradsync.transport.heartbeat import Phase
 from gradsync.transport.notable_ranks import (
     MOST,
