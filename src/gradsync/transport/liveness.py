@@ -362,9 +362,8 @@ class Liveness:
             self._meeting.see_local()
         elif self._linked_s >= 0:
             self._linked_s += elapsed_s
-            remote_states = self._remote_states
-            if remote_states is not None and self._linked_s >= _STORE_LINGERS_S and remote_states.end_later():
-                self._meeting.remote_states = None
+            if self._linked_s >= _STORE_LINGERS_S:
+                self._meeting.leave_store()
 
 
 def _now() -> bool:
