@@ -2,9 +2,9 @@
 
     met │ come │ sight │ set │ wait │ get │ agreed            of `gs.init`: seat │ met │ sight │ forming │ formed
 
-The victim acts when it comes to the named point: before it has met anybody; when its record is there; when all records
-were there; before and after its address is in the store; with the first address of a peer in hand; when all is
-connected.
+The victim acts when it comes to the named point: before it has met anybody; when its record is there and it waits;
+when all records were there; before and after its address is in the store; with the first address of a peer in hand;
+when all is connected.
 """
 
 from __future__ import annotations
@@ -32,14 +32,19 @@ from gradsync.engine import assemble, attach
 from gradsync.engine.assemble import Builder
 from gradsync.errors import PeerFault
 from gradsync.launch import forming, init
+from gradsync.transport import host_meeting
 from gradsync.transport.connecting import PolledStore
+from gradsync.transport.host_discovery import HostDiscovery
 from gradsync.transport.host_meeting import GroupMeeting, declare_host
 from gradsync.transport.host_processes import is_gone
+from gradsync.transport.store_tree import StoreTree
 
 POINTS: dict[str, tuple[Any, str]] = {
     "met": (GroupMeeting, "hold"),
-    "come": (GroupMeeting, "_take"),
-    "sight": (GroupMeeting, "_compare_sights"),
+    "merge": (StoreTree, "merge"),
+    "mapped": (HostDiscovery, "_hear_beyond"),
+    "come": (HostDiscovery, "_look_out"),
+    "sight": (HostDiscovery, "_compare_sights"),
     "set": (PolledStore, "set"),
     "wait": (PolledStore, "wait"),
     "get": (PolledStore, "get"),
@@ -66,11 +71,15 @@ def begin(
     interrupted: int = -1,
     patient: int = -1,
     last: int = -1,
+    block: int = 0,
 ) -> None:
     """Begin `what`; the victim acts at its `time`-th coming to the point. Rank `interrupted` hears Ctrl-C then.
 
     Rank `patient` notices silence later than the others. Rank `last` begins when all other processes have ended.
+    Ranks meet in blocks of `block`.
     """
+    if block:
+        host_meeting.BLOCK = block
     if rank == patient:
         guard = guard | {"dead_after": 3 * guard["dead_after"]}
     journal = Journal(folder / f"rank-{rank}.jsonl")

@@ -17,14 +17,14 @@ Begin = Callable[..., Scene]
 
 @pytest.fixture
 def begin(nursery: Nursery, tmp_path: Path) -> Iterator[Begin]:
-    """`begin(what, point, act, …)`: three ranks, of which rank 1 is the victim."""
+    """`begin(what, point, act, …)`: three ranks by default, of which rank 1 is the victim."""
     scenes: list[Scene] = []
 
-    def start(what: str, point: str, act: str = "kill", victim: int = 1, **arguments: Any) -> Scene:
+    def start(what: str, point: str, act: str = "kill", victim: int = 1, ranks: int = 3, **arguments: Any) -> Scene:
         guard = GUARD | arguments.pop("guard", {})
         folder = tmp_path / f"scene-{len(scenes)}"
         arguments |= {"what": what, "victim": victim, "point": point, "act": act, "guard": guard}
-        scenes.append(nursery.begin("beginnings:begin", folder, 3, **arguments))
+        scenes.append(nursery.begin("beginnings:begin", folder, ranks, **arguments))
         return scenes[-1]
 
     yield start
@@ -34,7 +34,8 @@ def begin(nursery: Nursery, tmp_path: Path) -> Iterator[Begin]:
 
 def named(scene: Scene, kind: str = "PeerLost", victim: int = 1) -> list[Event]:
     """The errors of the others, after checking that they came, named the victim and let the process end."""
-    others = [rank for rank in range(3) if rank != victim]
+    size = len(scene.pids)
+    others = [rank for rank in range(size) if rank != victim]
     scene.wait(others, 60)
     [act] = scene.events(victim, "act")
     errors = []
@@ -42,14 +43,14 @@ def named(scene: Scene, kind: str = "PeerLost", victim: int = 1) -> list[Event]:
         [error] = scene.events(rank, "raised")
         assert error["kind"] == kind, scene.text()
         assert error["ranks"] in ([victim], None), scene.text()
-        assert error["text"].startswith(f"[rank {rank}/3"), scene.text()
+        assert error["text"].startswith(f"[rank {rank}/{size}"), scene.text()
         assert f"rank {victim} " in error["text"], scene.text()
         assert error["threads"] == [], scene.text()
         assert error["at"] - act["at"] < _HANG_S, scene.text()
         assert scene.ended_at(rank) - error["at"] < _HANG_S, scene.text()
         errors.append(error)
     codes = scene.end()
-    assert [codes[rank] for rank in others] == [0, 0], scene.text()
+    assert {codes[rank] for rank in others} == {0}, scene.text()
     return errors
 
 
@@ -152,6 +153,35 @@ def test_ctrl_c_is_heard_inside_attach(begin: Begin, point: str) -> None:
     assert (error["kind"], error["threads"]) == ("KeyboardInterrupt", [])
     assert error["at"] - act["at"] < _HANG_S
     assert scene.end()[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("victim", "point"),
+    [(1, "sight"), (2, "merge"), (3, "sight"), (4, "mapped"), (4, "sight"), (5, "sight"), (5, "wait")],
+)
+def test_a_rank_killed_among_blocks_of_ranks_is_named_in_all_blocks(begin: Begin, victim: int, point: str) -> None:
+    """Six ranks in three blocks, each on a host of its own; ranks 0, 2 and 4 speak for their blocks."""
+    named(begin("attach", point, victim=victim, ranks=6, block=2, remote=True, tcp=True), victim=victim)
+
+
+@pytest.mark.parametrize("victim", [1, 4])
+def test_a_rank_killed_among_blocks_of_one_host_is_named(begin: Begin, victim: int) -> None:
+    for point in ["merge", "sight"]:
+        named(begin("attach", point, victim=victim, ranks=6, block=2), victim=victim)
+
+
+@pytest.mark.parametrize("point", ["merge", "sight"])
+def test_the_rank_that_keeps_the_store_is_named_in_all_blocks(begin: Begin, point: str) -> None:
+    named(begin("attach", point, victim=0, ranks=6, block=2, tcp=True), victim=0)
+
+
+def test_a_rank_that_does_not_come_is_named_in_all_blocks(begin: Begin) -> None:
+    cases = [(2, "met", "did not come"), (5, "met", "did not come"), (4, "merge", "came and"), (3, "sight", "came and")]
+    arguments: dict[str, Any] = {"ranks": 6, "block": 2, "guard": {"timeout": 4.0}}
+    scenes = [begin("attach", point, "stall", victim=victim, **arguments) for victim, point, _ in cases]
+    for scene, (victim, _, what) in zip(scenes, cases, strict=True):
+        for error in named(scene, "SyncTimeout", victim):
+            assert f"rank {victim} {what}" in error["text"]
 
 
 @pytest.mark.parametrize("point", ["sight", "forming", "formed"])

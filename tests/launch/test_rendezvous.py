@@ -12,6 +12,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from gradsync.errors import LaunchError
+from gradsync.launch import rendezvous as rendezvous_module
 from gradsync.launch.environment import Task
 from gradsync.launch.rendezvous import Rendezvous
 
@@ -45,6 +46,41 @@ def test_exchange_gives_every_rank_every_record(port: int) -> None:
     assert records == [[{"me": 0}, {"me": 1}, {"me": 2}]] * 3
 
 
+@pytest.mark.parametrize("block", [2, 3])
+def test_blocks_of_ranks_exchange_as_one_does(block: int, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous_module, "BLOCK", block)
+
+    def act(rendezvous: Rendezvous, rank: int) -> Any:
+        answers = rendezvous.exchange("same", {"host": "a"}), rendezvous.exchange("own", {"me": rank, "host": "a"})
+        rendezvous.finish("own")
+        return answers
+
+    records = meeting(list(range(7)), 7, port, act)
+    assert records == [([{"host": "a"}] * 7, [{"me": rank, "host": "a"} for rank in range(7)])] * 7
+
+
+@pytest.mark.parametrize("missing", [1, 2, 4, 5])
+def test_a_missing_rank_is_named_in_every_block(missing: int, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous_module, "BLOCK", 2)
+    ranks = [rank for rank in range(6) if rank != missing]
+    for rank, error in zip(ranks, meeting(ranks, 6, port, lambda rendezvous, rank: None, timeout=1), strict=True):
+        assert isinstance(error, LaunchError)
+        assert str(error).startswith(f"[rank {rank}/6] torchrun announced 6 tasks, but rank {missing} did not come to")
+
+
+@pytest.mark.parametrize("late", [0, 3, 4])
+def test_a_rank_that_meets_and_goes_no_further_is_named_in_every_block(
+    late: int, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous_module, "BLOCK", 2)
+
+    def act(rendezvous: Rendezvous, rank: int) -> Any:
+        return None if rank == late else rendezvous.exchange("x", {"me": rank})
+
+    for rank, error in enumerate(meeting(list(range(6)), 6, port, act, timeout=1)):
+        assert rank == late or f"but rank {late} did not come" in str(error)
+
+
 def test_missing_ranks_are_named_on_every_rank(port: int) -> None:
     errors = meeting([0, 2], 4, port, lambda rendezvous, rank: None, timeout=1)
     for rank, error in zip([0, 2], errors, strict=True):
@@ -64,7 +100,7 @@ def test_keys_of_an_earlier_life_are_not_read(port: int) -> None:
     with pytest.raises(LaunchError, match="rank 1 did not come"):
         live(0, 0, timedelta(seconds=0.1))
     for life in (1, 2):
-        answer = f"gradsync/test/{keeper.get('gradsync/test/challenge').decode()}/meet/1"
+        answer = f"gradsync/test/{keeper.get('gradsync/test/challenge').decode()}/meet/0/1"
         keeper.delete_key(answer)
         with ThreadPoolExecutor(1) as other:
             early = other.submit(live, 1, life)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -10,20 +10,24 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from simulated_store import SimulatedMeeting
 
 import gradsync as gs
+from gradsync.cluster import Hosts
 from gradsync.exchange.group_cache import group_cache
 from gradsync.plan.guard import Guard
-from gradsync.transport.host_meeting import _hosts, declare_host, host_identity
+from gradsync.transport import host_meeting
+from gradsync.transport.host_meeting import declare_host, host_identity
 from gradsync.transport.lane import open_lane
 from gradsync.transport.liveness import LocalPeer
+from gradsync.transport.store_tree import BLOCK
 
 # What ranks say and see, as pure data
 
 
-def sight(size: int, blind: set[tuple[int, int]]) -> list[bytes]:
-    """Everybody sees everybody, but for the pairs (who, whom)."""
-    return [bytes((a, b) not in blind for b in range(size)) for a in range(size)]
+def found(identities: Sequence[str], blind: Iterable[tuple[int, int]], block: int = BLOCK) -> Hosts:
+    """What ranks that declare this find, in a simulation; `blind`: pairs of who does not see whom."""
+    return SimulatedMeeting(identities, blind, block=block).run().hosts()
 
 
 @pytest.mark.parametrize(
@@ -43,22 +47,27 @@ def sight(size: int, blind: set[tuple[int, int]]) -> list[bytes]:
 def test_a_host_is_one_only_if_all_its_ranks_see_each_other(
     identities: str, blind: set[tuple[int, int]], hosts: tuple[tuple[int, ...], ...]
 ) -> None:
-    assert _hosts([name.encode() for name in identities], sight(len(identities), blind)) == hosts
+    for block in (2, 3, BLOCK):
+        assert found(identities, blind, block) == hosts
 
 
 @given(st.data())
 def test_hosts_divide_the_ranks_whatever_they_say_and_see(data: st.DataObject) -> None:
-    size = data.draw(st.integers(1, 8))
-    identities = data.draw(st.lists(st.sampled_from([b"a", b"b", b"c"]), min_size=size, max_size=size))
+    size = data.draw(st.integers(1, 14))
+    identities = data.draw(st.lists(st.sampled_from("abc"), min_size=size, max_size=size))
     pairs = st.tuples(st.integers(0, size - 1), st.integers(0, size - 1)).filter(lambda pair: pair[0] != pair[1])
-    seen = sight(size, data.draw(st.sets(pairs)) if size > 1 else set())
-    hosts = _hosts(identities, seen)
+    blind = data.draw(st.sets(pairs)) if size > 1 else set()
+    hosts = found(identities, blind, data.draw(st.integers(2, 8)))
     assert sorted(rank for host in hosts for rank in host) == list(range(size))
     assert list(hosts) == sorted(hosts)
     for host in hosts:
         assert list(host) == sorted(host)
         assert len({identities[rank] for rank in host}) == 1
-        assert all(seen[a][b] for a in host for b in host)
+        assert not any((a, b) in blind for a in host for b in host)
+    for name in set(identities):
+        ranks = [rank for rank in range(size) if identities[rank] == name]
+        if not any((a, b) in blind for a in ranks for b in ranks):
+            assert tuple(ranks) in hosts
 
 
 def test_a_declared_name_counts_until_it_is_taken_back() -> None:
@@ -81,9 +90,10 @@ def test_a_host_without_a_name_is_refused(name: Any) -> None:
 # Real ranks
 
 
-def declare(names: str) -> tuple[Any, ...]:
-    """What this rank finds when every rank declares its letter."""
+def declare(names: str, block: int = BLOCK) -> tuple[Any, ...]:
+    """What this rank finds when every rank declares its letter, and ranks meet in blocks of so many."""
     gs.init(host=names[dist.get_rank()])
+    host_meeting.BLOCK = block
     try:
         total = gs.all_reduce(torch.tensor(float(dist.get_rank())), op="sum").item()
         lane = group_cache(dist.group.WORLD).lane  # type: ignore[arg-type]
@@ -92,6 +102,7 @@ def declare(names: str) -> tuple[Any, ...]:
         return lane.hosts, members, lane.one_host, watched, total
     finally:
         declare_host(None)
+        host_meeting.BLOCK = BLOCK
 
 
 @pytest.mark.parametrize(
@@ -116,9 +127,14 @@ def test_declared_hosts_split_a_group_and_its_teams(
         assert total == 6.0
 
 
-def look_away(blind: int) -> tuple[Any, ...]:
+@pytest.mark.parametrize("names", ["aaaa", "aabb", "abab", "abba"])
+def test_ranks_in_two_blocks_find_what_one_block_finds(names: str, run: Callable[..., Any]) -> None:
+    assert run(declare, names, 2, ranks=4) == run(declare, names, ranks=4)
+
+
+def look_away(blind: int, block: int = BLOCK) -> tuple[Any, ...]:
     """One rank cannot open its peers' pages, though all are on one host: a hardened kernel, say."""
-    original = LocalPeer.find
+    original, host_meeting.BLOCK = LocalPeer.find, block
     if dist.get_rank() == blind:
         LocalPeer.find = classmethod(lambda cls, pid, fd, nonce: None)  # type: ignore[assignment,method-assign]
     try:
@@ -131,8 +147,10 @@ def look_away(blind: int) -> tuple[Any, ...]:
         return (*found, total)
     finally:
         LocalPeer.find = original  # type: ignore[method-assign]
+        host_meeting.BLOCK = BLOCK
 
 
 @pytest.mark.parametrize("blind", [0, 2])
 def test_one_sided_sight_makes_hosts_of_their_own_and_sums_stay_right(blind: int, run: Callable[..., Any]) -> None:
-    assert run(look_away, blind, ranks=3) == [(((0,), (1,), (2,)), None, "", 3.0)] * 3
+    for block in (BLOCK, 2):
+        assert run(look_away, blind, block, ranks=3) == [(((0,), (1,), (2,)), None, "", 3.0)] * 3

@@ -11,7 +11,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from gradsync.errors import LaunchError, PeerFault, PeerLost, listed, place
 from gradsync.launch.environment import Task
@@ -22,6 +22,7 @@ from gradsync.transport.groups import Groups
 from gradsync.transport.host_processes import remember
 from gradsync.transport.lane import Lane
 from gradsync.transport.liveness import Liveness
+from gradsync.transport.store_tree import StoreTree
 
 
 def form_group(backend: str, rendezvous: Rendezvous, task: Task, limit: timedelta) -> None:
@@ -33,7 +34,7 @@ def form_group(backend: str, rendezvous: Rendezvous, task: Task, limit: timedelt
         with attempt.constructing(size):
             dist.init_process_group(backend, store=rendezvous.store, rank=rank, world_size=size, timeout=limit)
         try:
-            _hear_all(PrefixStore("formed", rendezvous.store), task, attempt)
+            _hear_all(rendezvous.store, task, attempt)
         except BaseException:
             dist.destroy_process_group()
             raise
@@ -59,9 +60,7 @@ def form_group(backend: str, rendezvous: Rendezvous, task: Task, limit: timedelt
 def _hear_all(store: Store, task: Task, attempt: Attempt[None]) -> None:
     """Return when every rank has the group."""
     pause = attempt.pauses()
-    store.set(str(task.rank), "")
-    keys = [str(rank) for rank in range(task.world_size)]
-    while not store.check(keys):
+    for _ in StoreTree(store, task.rank, task.world_size).merge("formed", b"", b"".join, from_level=0):
         pause()
 
 

@@ -8,22 +8,25 @@ Note [Fresh keys]
 A store may hold keys of ranks that are dead: torchrun keeps one over restarts, and a program may leave
 a group and make another. So rank 0 draws a challenge and everything happens under it:
 
-    rank 0:   set challenge = c0            wait for every c0/meet/<rank>    set c0/meet/all
-    rank k:   see challenge c  →  set c/meet/<k> = its nonce  →  c/meet/all names my nonce?  done
-                    ↑______________ no: c is of an earlier life, look again ______|
+    rank 0:   set challenge = c0       wait for every rank's nonce in c0      set c0/meet/all, a digest of them
+    rank k:   see challenge c  →  set its nonce in c  →  c/meet/all is a digest of my block's nonces?  done
+                    ↑_____________ no: c is of an earlier life, look again _________|
 
 The group is then made under c0 as well, so gloo finds no dead rank's address either.
+
+Ranks hear each other as in `store_tree`: a rank asks for its block's records and for one value, whatever their number.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -39,6 +42,7 @@ from gradsync.transport.awake_clock import AwakeClock
 from gradsync.transport.host_meeting import kernel_identity
 from gradsync.transport.host_processes import is_gone
 from gradsync.transport.sockets import connections, cut
+from gradsync.transport.store_tree import BLOCK, Awaited, KeyStore, StoreTree, result_key
 
 T = TypeVar("T")
 Record = dict[str, Any]
@@ -48,6 +52,9 @@ _FINISH_S = 2.0
 # How much longer the others wait than rank 0, so that its answer reaches them before their own deadline.
 _GRACE_S = 1.0
 _FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.1
+_POLLS_PER_S = 10_000  # of all ranks together
+_LOOK_S = 1.0  # between two looks for word of other blocks
+_ENDED = "ended"
 
 
 class Rendezvous:
@@ -59,11 +66,12 @@ class Rendezvous:
         self._timeout = timeout
         self._clock = AwakeClock(timeout.total_seconds())
         self._sockets: frozenset[tuple[int, str]] = frozenset()
-        self._pids: dict[int, int] = {}  # of the ranks of this host; known when all have met
+        self._pids: dict[int, int] = {}  # of the ranks of this host in our block; known when all have met
+        self._ended_elsewhere: list[int] = []  # as ranks of other blocks say
         self.store = self._bounded(self._join)
 
     def exchange(self, tag: str, record: Record) -> list[Record]:
-        """Every rank's record, in the order of ranks. Through rank 0, so n ranks read n messages each."""
+        """Every rank's record, in the order of ranks; equal ones of neighbours travel once."""
         return self._bounded(lambda: self._exchange(tag, record))
 
     def finish(self, tag: str) -> None:
@@ -125,87 +133,149 @@ class Rendezvous:
 
     def _meet(self, store: Store) -> Store:
         """Meet under a challenge that rank 0 draws anew. See Note [Fresh keys]."""
-        nonce, kernel = secrets.token_hex(8), kernel_identity()
-        mine = [nonce, kernel, os.getpid()]
+        nonce = secrets.token_hex(8)
+        mine = [nonce, kernel_identity(), os.getpid()]
         if self._task.rank == 0:
             store.set("challenge", nonce)
             fresh = PrefixStore(nonce, store)
-            self._know(self._collect(fresh, "meet", mine), kernel)
+            if not self._go_through(self._meeting(root := self._tree(fresh), mine), root):
+                raise self._give_up(root, "meet")
             return fresh
-        challenge, pause = b"", _FIRST_POLL_S
-        fresh = PrefixStore("", store)
+        challenge, pauses = b"", self._pauses()
+        tree: StoreTree | None = None
+        meeting: Iterator[Any] = iter(())
         while self._clock.left() + _GRACE_S > 0:
             if store.check(["challenge"]) and (current := store.get("challenge")) != challenge:
                 challenge, fresh = current, PrefixStore(current.decode(), store)
-                fresh.set(_key("meet", self._task.rank), json.dumps(mine))
-            if challenge and fresh.check(["meet/all"]) and (all_ := self._read(fresh, "meet", own=mine)) is not None:
-                self._know(all_, kernel)
-                return fresh
-            time.sleep(pause)
-            pause = min(2 * pause, _LAST_POLL_S)
-        raise self._absent((challenge and self._missing(fresh, "meet")) or [0])
+                tree = self._tree(fresh)
+                meeting = self._meeting(tree, mine)
+            try:
+                next(meeting)
+            except StopIteration as end:
+                if end.value:
+                    return fresh
+            time.sleep(next(pauses))
+        raise self._absent(self._missing(tree, "meet") if tree is not None else [0])
 
-    def _know(self, records: list[list[Any]], kernel: str) -> None:
-        """Note whose end can be seen here: their numbers mean the same processes."""
-        self._pids = {rank: pid for rank, (_, theirs, pid) in enumerate(records) if theirs == kernel}
+    def _meeting(self, tree: StoreTree, mine: list[Any]) -> Generator[Any, None, bool]:
+        """Whether rank 0 has heard of this very rank; raises if it says who did not come."""
+        record = json.dumps(mine).encode()
+        found = {tree.rank: record}
+        steps = self._nonces(tree, record, found)
+        answer = json.loads((yield from self._led(steps, tree, "meet")))
+        if isinstance(answer, dict):
+            if answer["records"][tree.rank] == mine:
+                raise self._refused(tree, "meet", answer["absent"])
+            return False
+        found = yield from tree.values_of("meet", list(tree.block.members))
+        if answer[tree.block_number] != _digest(found):
+            return False
+        records = {rank: json.loads(said) for rank, said in found.items()}
+        # Whose end can be seen here: their numbers mean the same processes.
+        self._pids = {rank: pid for rank, (_, kernel, pid) in records.items() if kernel == mine[1]}
+        self._seen(tree, "meet")
+        return True
 
-    def _gone(self) -> list[int]:
-        return [rank for rank, pid in self._pids.items() if is_gone(pid)]
+    def _nonces(self, tree: StoreTree, record: bytes, found: dict[int, bytes]) -> Generator[Awaited, None, bytes]:
+        """A digest for each block, as rank 0 publishes them."""
+        if tree.block.leader == tree.rank:
+            yield from tree.take("meet", tree.block, record, found.update)
+        else:
+            tree.tell("meet", tree.block, record)
+        return (yield from tree.merge("meet", json.dumps([_digest(found)]).encode(), _chained))
 
     def _exchange(self, tag: str, record: Record) -> list[Record]:
-        if self._task.rank == 0:
-            return self._collect(self.store, tag, record)
-        self.store.set(_key(tag, self._task.rank), json.dumps(record))
-        if not self._await_keys(self.store, [f"{tag}/all"], _GRACE_S):
-            raise self._absent(self._gone() or self._missing(self.store, tag) or [0])
-        records = self._read(self.store, tag)
-        assert records is not None
+        tree = self._tree(self.store)
+        mine = json.dumps([[1, record]]).encode()
+        steps = self._led(tree.merge(tag, mine, _joined_runs, from_level=0), tree, tag)
+        text = self._go_through(steps, tree)
+        if text is None:
+            raise self._give_up(tree, tag) if tree.rank == 0 else self._absent(self._missing(tree, tag))
+        answer = json.loads(text)
+        if isinstance(answer, dict):
+            raise self._refused(tree, tag, answer["absent"])
+        self._seen(tree, tag)
+        records = [dict(each) for count, each in answer for _ in range(count)]
+        assert len(records) == tree.size, f"{len(records)} records of {tree.size} ranks"
         return records
 
-    def _collect(self, store: Store, tag: str, record: Any) -> list[Any]:
-        """Rank 0's part: gather and publish the records, or who did not come."""
-        others = range(1, self._task.world_size)
-        complete = self._await_keys(store, [_key(tag, rank) for rank in others])
-        absent = [] if complete else self._gone() or self._missing(store, tag)
-        present = [rank for rank in others if rank not in absent]
-        texts = store.multi_get([_key(tag, rank) for rank in present])
-        found = {0: record} | {rank: json.loads(text) for rank, text in zip(present, texts, strict=True)}
-        records = [found.get(rank) for rank in range(self._task.world_size)]
-        store.set(f"{tag}/all", json.dumps({"records": records, "absent": absent}))
-        if absent:
-            self._await_seen(store, tag, absent)
-            raise self._absent(absent)
-        return records
+    def _led(
+        self, steps: Generator[Awaited, None, bytes], tree: StoreTree, tag: str
+    ) -> Generator[Awaited, None, bytes]:
+        """The steps, or what rank 0 says meanwhile: it may give up while a block's first rank waits for its block."""
+        while True:
+            try:
+                awaited = next(steps)
+            except StopIteration as end:
+                return bytes(end.value)
+            if awaited.ranks and tree.rank != 0 and tree.store.check([result_key(tag)]):
+                return bytes(tree.store.multi_get([result_key(tag)])[0])
+            yield awaited
 
-    def _missing(self, store: Store, tag: str) -> list[int]:
-        return [rank for rank in range(1, self._task.world_size) if not store.check([_key(tag, rank)])]
-
-    def _read(self, store: Store, tag: str, own: Any = None) -> list[Any] | None:
-        """The others' part: rank 0's answer; None if it is of an earlier life, without our own record."""
-        rank = self._task.rank
-        answer = json.loads(store.get(f"{tag}/all"))
-        records: list[Any] = answer["records"]
-        if own is not None and records[rank] != own:
-            return None
-        store.set(f"{tag}/seen/{rank}", "")
-        if answer["absent"]:
-            raise self._absent(answer["absent"])
-        return records
-
-    def _await_seen(self, store: Store, tag: str, absent: list[int] | None = None) -> None:
-        ranks = set(range(1, self._task.world_size)) - set(absent or ())
-        keys = [f"{tag}/seen/{rank}" for rank in sorted(ranks)]
-        self._await_keys(store, keys, _FINISH_S - self._clock.left())
-
-    def _await_keys(self, store: Store, keys: list[str], more_s: float = 0.0) -> bool:
-        """Whether the keys came within our bound, and so much more; False too when a rank of this host has ended."""
-        pause = _FIRST_POLL_S
-        while not store.check(keys):
+    def _go_through(self, steps: Generator[Any, None, T], tree: StoreTree) -> T | None:
+        """What comes of the steps; None if the time is over, or a rank has ended."""
+        more_s = 0.0 if tree.rank == 0 else _GRACE_S
+        pauses, looked = self._pauses(), 0.0
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                return end.value
             if self._clock.left() + more_s <= 0 or self._gone():
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, _LAST_POLL_S)
-        return True
+                return None
+            if not tree.one_block and self._clock.passed - looked >= _LOOK_S:
+                looked = self._clock.passed
+                if tree.store.check([_ENDED]):
+                    self._ended_elsewhere = json.loads(tree.store.multi_get([_ENDED])[0])
+            time.sleep(next(pauses))
+
+    def _tree(self, store: Store) -> StoreTree:
+        return StoreTree(store, self._task.rank, self._task.world_size, BLOCK)
+
+    def _pauses(self) -> Iterator[float]:
+        """Seconds between two looks at the store; the more ranks look, the longer."""
+        pause, last = _FIRST_POLL_S, max(_LAST_POLL_S, self._task.world_size / _POLLS_PER_S)
+        while True:
+            yield pause
+            pause = min(2 * pause, last)
+
+    def _give_up(self, tree: StoreTree, tag: str) -> LaunchError:
+        """Rank 0's part when some did not come: publish who did, and who did not."""
+        absent = self._missing(tree, tag)
+        records: list[Any] = [None] * tree.size
+        if tag == "meet":  # by its record a rank knows whether this answer is for it
+            for rank, record in _at_once(tree.values_of(tag, tree.said(tag))).items():
+                records[rank] = json.loads(record)
+        tree.store.set(result_key(tag), json.dumps({"records": records, "absent": absent}))
+        if not (tree.one_block and self._gone()):  # there everybody sees it by itself
+            self._await_seen(tree.store, tag, len(absent))
+        return self._absent(absent)
+
+    def _missing(self, tree: StoreTree, tag: str) -> list[int]:
+        """Whom the others wait for; who saw a process end leaves word of it for other blocks."""
+        if (gone := self._gone()) and not tree.one_block:
+            tree.store.set(_ENDED, json.dumps(gone))
+        if gone:
+            return gone
+        late = tree.laggards(tag)
+        return late.missing or late.holding or [0]
+
+    def _gone(self) -> list[int]:
+        return [rank for rank, pid in self._pids.items() if is_gone(pid)] or self._ended_elsewhere
+
+    def _refused(self, tree: StoreTree, tag: str, absent: list[int]) -> LaunchError:
+        self._seen(tree, tag)
+        return self._absent(absent)
+
+    def _seen(self, tree: StoreTree, tag: str) -> None:
+        if tree.rank != 0:
+            tree.store.add(f"{tag}/seen", 1)
+
+    def _await_seen(self, store: KeyStore, tag: str, num_absent: int = 0) -> None:
+        """Stay until the others have read rank 0's answer, but not for long."""
+        bound, pauses = AwakeClock(_FINISH_S), self._pauses()
+        while store.add(f"{tag}/seen", 0) < self._task.world_size - 1 - num_absent and not bound.over():
+            time.sleep(next(pauses))
 
     def _bounded(self, work: Callable[[], T]) -> T:
         """`work()` under an outside deadline, and open to Ctrl-C: a store call does not return while the
@@ -250,8 +320,32 @@ class Rendezvous:
         return LaunchError(f"{place(self._task.rank, self._task.world_size)} {sentence}")
 
 
-def _key(tag: str, rank: int) -> str:
-    return f"{tag}/{rank}"
+def _digest(records: dict[int, bytes]) -> str:
+    return hashlib.sha256(b"".join(records[rank] for rank in sorted(records))).hexdigest()[:32]
+
+
+def _chained(parts: list[bytes]) -> bytes:
+    return json.dumps([each for part in parts for each in json.loads(part)]).encode()
+
+
+def _joined_runs(parts: list[bytes]) -> bytes:
+    """Records with how many ranks in a row bring them."""
+    runs: list[Any] = []
+    for count, record in json.loads(_chained(parts)):
+        if runs and runs[-1][1] == record:
+            runs[-1][0] += count
+        else:
+            runs.append([count, record])
+    return json.dumps(runs).encode()
+
+
+def _at_once(steps: Generator[Any, None, dict[int, bytes]]) -> dict[int, bytes]:
+    """What comes of steps that need not wait; nothing if they would."""
+    try:
+        next(steps)
+    except StopIteration as end:
+        return dict(end.value)
+    return {}
 
 
 def _loopback_listener(task: Task) -> int | None:

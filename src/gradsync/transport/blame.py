@@ -68,8 +68,8 @@ def late(views: PeerViews, step: int) -> list[int]:
 def blame(views: PeerViews, suspects: Iterable[int], step: int, size: int | None = None) -> tuple[list[int], list[int]]:
     """Follow what the suspects report: the guilty, and those who are excused unless nobody is guilty.
 
-    The guilty may include this rank itself, which has no view of its own, and in a group of `size` ranks others of
-    whom there is none.
+    The guilty may include this rank itself, which has no view of its own, and of a group of `size` ranks others too
+    that only the suspects can see.
     """
     size = len(views) + 1 if size is None else size
     guilty, excused, seen = set[int](), set[int](), set[int]()

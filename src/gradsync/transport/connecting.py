@@ -33,6 +33,7 @@ from gradsync.transport.sockets import listeners
 T = TypeVar("T")
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 5e-4, 0.01
+_QUICK_RANKS, _SLICE_S = 64, 0.1
 _LEAVING_S = 2.0
 _NUMBER = struct.Struct("<q")  # what a connection of gloo says first: the pair it belongs to
 
@@ -50,8 +51,10 @@ class AttemptCancelled(RuntimeError):
 class Attempt(Promise, Generic[T]):
     """`make(attempt)` in a thread; whoever waits too long for it calls `give_up`."""
 
-    def __init__(self, make: Callable[[Attempt[T]], T], what: str) -> None:
+    def __init__(self, make: Callable[[Attempt[T]], T], what: str, ranks: int = 1) -> None:
+        """`ranks` make the same attempt, and ask the same store."""
         super().__init__(what, 0, -1)
+        self._many = max(1.0, ranks / _QUICK_RANKS)
         self._make = make
         self._made: list[T] = []
         self._given_up = False
@@ -73,15 +76,23 @@ class Attempt(Promise, Generic[T]):
         if self._given_up:
             raise AttemptCancelled("whoever asked for these connections has given up")
 
-    def pauses(self) -> Callable[[], None]:
-        """Something to call between two looks at a store: it sleeps, longer and longer up to 10 ms."""
-        pause = _FIRST_PAUSE_S
+    def pauses(self, each_slice: Callable[[], object] = lambda: None) -> Callable[[], None]:
+        """Something to call between two looks at a store: it sleeps, longer and longer up to 10 ms.
+
+        Where more than 64 ranks look it sleeps longer, so that all together ask as often as 64 do; `each_slice` is
+        called several times a second nevertheless.
+        """
+        pause, last = _FIRST_PAUSE_S * self._many, _LAST_PAUSE_S * self._many
 
         def wait() -> None:
             nonlocal pause
-            self.check()
-            time.sleep(pause)
-            pause = min(1.5 * pause, _LAST_PAUSE_S)
+            left = pause
+            while left > 0:
+                self.check()
+                each_slice()
+                time.sleep(min(left, _SLICE_S))
+                left -= _SLICE_S
+            pause = min(1.5 * pause, last)
 
         return wait
 

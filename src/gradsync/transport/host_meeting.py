@@ -1,7 +1,8 @@
 """How the ranks of a group find each other: by page where they share a host, else through the store.
 
-    set record  ─  see every record: map its page, or hear of it by the store  ─  set whom I see  ─  see every row
+    set record  ─  see records: map the page, or hear of it by the store  ─  say whom I see  ─  all have seen each other
 
+`host_discovery` says which records, and in which order; here they are looked at, by a thread that waits in between.
 Only the store is used, and nothing waits in it: so the first connection of the group is made when everybody's death
 can be seen already. A rank of this host is looked after from the moment its record is here.
 
@@ -10,9 +11,11 @@ Which host this process is on, as the user declared it or as the kernel tells.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
+import time
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -21,13 +24,15 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from gradsync.cluster import Hosts
-from gradsync.errors import GradSyncError, PeerLost, SyncTimeout, listed, place
+from gradsync.errors import GradSyncError, PeerFault, PeerLost, SyncTimeout, listed, place
 from gradsync.transport.awake_clock import AwakeClock
 from gradsync.transport.connecting import Attempt
 from gradsync.transport.groups import Groups, fresh_prefix, give_prefix_back
-from gradsync.transport.heartbeat import Heartbeat, RankState, encode
+from gradsync.transport.heartbeat import OwnHeartbeat, Phase, RankState, encode
+from gradsync.transport.host_discovery import BEATS, HOST_NBYTES, HostDiscovery
 from gradsync.transport.host_processes import ended, is_gone, remember
 from gradsync.transport.peers import LocalPeer, Peer, RemotePeer, RemoteStates
+from gradsync.transport.store_tree import BLOCK
 
 _declared: str | None = None
 
@@ -57,14 +62,14 @@ def kernel_identity() -> str:
         return f"name:{socket.gethostname()}"
 
 
-_RECORD = struct.Struct("<32s32sqq16s")  # host, kernel, pid, fd, nonce
-_RECORDS, _SIGHTS, _BEATS = "record", "view", "beat"
+_RECORD = struct.Struct(f"<{HOST_NBYTES}s32sqq16s")  # host, kernel, pid, fd, nonce
+_FAREWELL_S = 1.5  # for others to read why rank 0 gives up, before the store ends with it
 
 
 class GroupMeeting:
     """Whom we met, the remote states if anybody is out of view, and who shares a host; filled in while `hold` runs."""
 
-    def __init__(self, groups: Groups, page: Heartbeat, own: Callable[[], RankState]) -> None:
+    def __init__(self, groups: Groups, page: OwnHeartbeat, own: Callable[[], RankState]) -> None:
         self.peers: dict[int, Peer] = {}  # by index in the group; replaced, never changed: another thread reads it
         self.remote_states: RemoteStates | None = None
         self.hosts: Hosts = ((groups.rank,),) if groups.size == 1 else ()
@@ -72,19 +77,23 @@ class GroupMeeting:
         self._groups = groups
         self._heartbeat = page
         self._own = own
+        self._store: Store | None = None  # of this meeting alone
 
     def hold(self, attempt: Attempt[Any], patience: float) -> None:
         """Find every peer; all members of the group call this, and may take `patience` seconds to come."""
-        groups = self._groups
+        groups, bound = self._groups, AwakeClock(patience)
         ranks, rank, meeting_place = groups.ranks, groups.ranks[groups.rank], groups.meeting_place()
         try:
-            store = fresh_prefix(meeting_place, ranks, rank)
+            self._store = fresh_prefix(meeting_place, ranks, rank)
+            discovery = HostDiscovery(self._store, groups.rank, ranks, self, bound, BLOCK)
             try:
-                self._hold(store, attempt, AwakeClock(patience))
-            except BaseException:
-                if self.absent:
-                    store.delete_key(_key(_RECORDS, groups.rank))
-                    give_prefix_back(meeting_place, ranks, rank)
+                self._walk(discovery, attempt, bound)
+            except BaseException as error:
+                with contextlib.suppress(RuntimeError):  # the store may be what failed
+                    self._tell_why(discovery, error)
+                    if not discovery.all_came:
+                        discovery.tree.take_back()
+                        give_prefix_back(meeting_place, ranks, rank)
                 raise
         except GradSyncError:
             raise
@@ -93,6 +102,8 @@ class GroupMeeting:
             if rank != 0 and 0 in ranks and ranks.index(0) not in self.peers:
                 raise self._without_a_store(error) from error
             raise
+        finally:
+            self._store = None
 
     def see_local(self) -> None:
         """Other hosts are heard otherwise from now on."""
@@ -113,109 +124,66 @@ class GroupMeeting:
             absent,
         )
 
-    def _hold(self, store: Store, attempt: Attempt[Any], bound: AwakeClock) -> None:
-        groups = self._groups
+    def _walk(self, discovery: HostDiscovery, attempt: Attempt[Any], bound: AwakeClock) -> None:
+        """Go through the discovery, with pauses that begin anew when it waits for something else."""
+        before, pause = None, attempt.pauses(bound.look)
+        for awaited in discovery.steps():
+            self.absent = discovery.absent
+            if (now := (awaited.kind, bool(awaited.ranks))) != before:
+                before, pause = now, attempt.pauses(bound.look)
+            pause()
+        assert discovery.map is not None
+        self.absent, self.hosts = [], discovery.map.hosts
+
+    def _tell_why(self, discovery: HostDiscovery, error: BaseException) -> None:
+        """Say because of whom this rank gives up: on its page, else it would be blamed itself, and to other blocks."""
+        groups, state = self._groups, self._own()
+        if isinstance(error, PeerFault):
+            phase = Phase.LOST_PEER if isinstance(error, PeerLost) else Phase.FAILED
+            state = state._replace(phase=phase, culprits=tuple(map(groups.ranks.index, error.ranks)))
+            self._heartbeat.at(state.step, phase, -1, state.culprits)
+        lost = [rank for rank in state.culprits if 0 <= rank < groups.size] if state.phase == Phase.LOST_PEER else []
+        if discovery.tell_lost(lost) and groups.ranks[groups.rank] == 0:
+            bound = AwakeClock(_FAREWELL_S)  # the store ends with this process
+            while not bound.over() and not discovery.all_know(lost):
+                time.sleep(0.02)
+
+    # What the discovery asks: see `Sight`
+
+    def state(self) -> bytes:
+        return encode(self._own())
+
+    def record(self) -> bytes:
         host, kernel = (sha256(identity().encode()).digest() for identity in (host_identity, kernel_identity))
-        mine = _RECORD.pack(host, kernel, os.getpid(), self._heartbeat.fd, self._heartbeat.nonce)
-        # Before the record: who has seen that reads the other, and must not wait for it.
-        store.set(_key(_BEATS, groups.rank), encode(self._own()))  # type: ignore[arg-type]  # bytes are taken as they are
-        store.set(_key(_RECORDS, groups.rank), mine)  # type: ignore[arg-type]
-        records, gone = {groups.rank: mine}, []
+        return _RECORD.pack(host, kernel, os.getpid(), self._heartbeat.fd, self._heartbeat.nonce)
 
-        def see(rank: int, record: bytes) -> None:
-            records[rank] = record
-            their_host, their_kernel, pid, fd, nonce = _RECORD.unpack(record)
-            local = LocalPeer.find(pid, fd, nonce) if their_host == host else None
+    def look(self, records: dict[int, bytes]) -> tuple[set[int], list[int]]:
+        _, my_kernel, *_ = _RECORD.unpack(self.record())
+        found: dict[int, Peer] = {}
+        gone: list[int] = []
+        for rank, record in records.items():
+            _, kernel, pid, fd, nonce = _RECORD.unpack(record)
+            local = LocalPeer.find(pid, fd, nonce)
             if local is not None:
-                self.peers = dict(sorted({**self.peers, rank: local}.items()))
-                remember(groups.ranks[rank], pid)
-            elif (their_host, their_kernel) == (host, kernel) and is_gone(pid):
-                gone.append(groups.ranks[rank])
+                found[rank] = local
+                remember(self._groups.ranks[rank], pid)
+            elif kernel == my_kernel and is_gone(pid):
+                gone.append(rank)
+        self.peers = dict(sorted({**self.peers, **found}.items()))
+        return set(found), gone
 
-        def check() -> None:
-            if gone:  # all whose records are there: who noticed the first has ended too by the time another comes
-                raise self._ended(gone)
+    def have_ended(self, ranks: Sequence[int]) -> list[int]:
+        return [rank for rank in ranks if ended(self._groups.ranks[rank])]
 
-        self._take(store, _RECORDS, attempt, bound, see, check)
-        remote = [rank for rank in range(groups.size) if rank != groups.rank and rank not in self.peers]
-        if remote:
-            self._write_home(store, remote)
-        self._compare_sights(store, attempt, bound, records)
-
-    def _compare_sights(
-        self, store: Store, attempt: Attempt[Any], bound: AwakeClock, records: dict[int, bytes]
-    ) -> None:
-        """Sight may be one-sided: who is out of view for anybody must write to the store.
-
-        This also keeps every page open until everybody has looked.
-        """
-        groups = self._groups
-        local = {rank for rank, peer in self.peers.items() if isinstance(peer, LocalPeer)} | {groups.rank}
-        rows = {groups.rank: bytes(rank in local for rank in range(groups.size))}
-        store.set(_key(_SIGHTS, groups.rank), rows[groups.rank])  # type: ignore[arg-type]
-
-        def see(rank: int, row: bytes) -> None:
-            rows[rank] = row
-            if not row[groups.rank] and self.remote_states is None:
-                self._write_home(store, [])
-
-        self._take(store, _SIGHTS, attempt, bound, see)
-        order = range(groups.size)
-        self.hosts = _hosts([_RECORD.unpack(records[rank])[0] for rank in order], [rows[rank] for rank in order])
-
-    def _write_home(self, store: Store, remote: Sequence[int]) -> None:
-        """Begin to beat through the store, and to hear these."""
-        self.remote_states = remote_states = RemoteStates(
-            PrefixStore(_BEATS, store), self._groups.rank, remote, self._own
-        )
-        self.peers = dict(sorted((self.peers | {rank: RemotePeer(remote_states, rank) for rank in remote}).items()))
-
-    def _take(
-        self,
-        store: Store,
-        kind: str,
-        attempt: Attempt[Any],
-        bound: AwakeClock,
-        see: Callable[[int, bytes], None],
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Show everybody's value to `see`, each as soon as it is there; then `check` what there is."""
-        groups, pause = self._groups, attempt.pauses()
-        missing = [rank for rank in range(groups.size) if rank != groups.rank]
-        while missing:
-            keys = [_key(kind, rank) for rank in missing]
-            here = missing if store.check(keys) else [rank for rank in missing if store.check([_key(kind, rank)])]
-            values = store.multi_get([_key(kind, rank) for rank in here]) if here else []
-            for rank, value in zip(here, values, strict=True):
-                see(rank, bytes(value))
-            check()
-            missing = [rank for rank in missing if rank not in here]
-            if kind == _RECORDS:
-                self.absent = missing
-            if missing:
-                self._check(missing, kind, bound)
-                pause()
-
-    def _check(self, missing: list[int], kind: str, bound: AwakeClock) -> None:
-        """Raise when nobody needs to wait for these any more."""
-        groups = self._groups
-        ranks, where = [groups.ranks[rank] for rank in missing], place(groups.ranks[groups.rank], groups.size)
-        if gone := [rank for rank in ranks if ended(rank)]:
-            raise self._ended(gone)
-        if bound.over():
-            what = "did not come; every rank of the group must call it, equally often and in the same order"
-            if kind == _SIGHTS:
-                what = "came and went no further; look at what holds them up"
-            raise SyncTimeout(f"{where} waited {bound.seconds:g} s in attach, but {listed(ranks)} {what}", ranks)
-
-    def _ended(self, ranks: list[int]) -> PeerLost:
-        groups = self._groups
-        processes, own = ("process", "its own") if len(ranks) == 1 else ("processes", "their own")
-        return PeerLost(
-            f"{place(groups.ranks[groups.rank], groups.size)} the {processes} of {listed(ranks)} ended before all had "
-            f"met in attach; see {own} output for why, and let the launcher restart all ranks",
-            ranks,
-        )
+    def hear(self, ranks: Sequence[int]) -> None:
+        if self.remote_states is None:
+            assert self._store is not None
+            store = PrefixStore(BEATS, self._store)
+            self.remote_states = RemoteStates(store, self._groups.rank, ranks, self._own)
+        else:
+            self.remote_states.hear(ranks)
+        heard = {rank: RemotePeer(self.remote_states, rank) for rank in ranks}
+        self.peers = dict(sorted({**self.peers, **heard}.items()))
 
     def _without_a_store(self, error: RuntimeError) -> PeerLost:
         groups = self._groups
@@ -226,25 +194,3 @@ class GroupMeeting:
             "launcher: see whether that ended",
             [0],
         )
-
-
-def _hosts(identities: list[bytes], in_sight: list[bytes]) -> Hosts:
-    """Ranks that say they are on one host, and in fact all see each other; others count as hosts of their own.
-
-    >>> _hosts([b"a", b"b", b"a"], [bytes([1, 0, 1]), bytes([0, 1, 0]), bytes([1, 0, 1])])
-    ((0, 2), (1,))
-    >>> _hosts([b"a", b"a"], [bytes([1, 1]), bytes([0, 1])])
-    ((0,), (1,))
-    """
-    together: dict[bytes, list[int]] = {}
-    for rank, identity in enumerate(identities):
-        together.setdefault(identity, []).append(rank)
-    hosts: list[tuple[int, ...]] = []
-    for ranks in together.values():
-        mutual = all(in_sight[a][b] for a in ranks for b in ranks)
-        hosts += [tuple(ranks)] if mutual else [(rank,) for rank in ranks]
-    return tuple(sorted(hosts))
-
-
-def _key(kind: str, rank: int) -> str:
-    return f"{kind}/{rank}"

@@ -134,7 +134,7 @@ class Lane:
 
     def connect(self, make: Callable[[Attempt[T]], T], what: str, timeout: float | None = None) -> T:
         """Run `make` in a thread, which may wait for other ranks, and return what it made: see `connecting`."""
-        attempt = Attempt(make, what)
+        attempt = Attempt(make, what, self.groups.size)
         try:
             attempt.start()
             self.wait(attempt, timeout)

@@ -177,7 +177,10 @@ class Liveness:
         self.watch(True)
         self._tell_at_once()
         clock = AwakeClock()
-        while (waited := clock.look()) < _REPORT_S:
+        # Of ranks that are out of view others tell, as soon as those have found them silent.
+        all_in_view = len(self._peers) == self._groups.size - 1
+        patience = _REPORT_S if all_in_view else _REPORT_S + self._guard.dead_after
+        while (waited := clock.look()) < patience:
             views = self.peer_views()
             guilty, excused = blame(views, stopped(views), self.state.step, self._groups.size)
             if culprits := lost(views, self.state.step) or guilty or (excused if waited >= _QUIET_S else []):

@@ -112,15 +112,13 @@ class RemoteStates:
         self.lost = False  # the store's connection has ended: so has the process that kept it
         self._heard = 0
         self._curious = False
-        # A connection of its own: a call that blocks must not hold up the user's store.
-        self._store = store.clone()  # type: ignore[attr-defined]  # missing in the stubs
-        self._store.set_timeout(timedelta(seconds=5))
+        self._users_store: Store | None = store
+        self._store: Store | None = None  # ours, as soon as the thread has it; then we let go of the user's
         self._rank = rank
         self._own = own
         self._words: dict[int, RankState] = {}  # of ranks that we speak for
         self._stop = False
         self._wake = threading.Event()
-        self._post()
         self._thread = threading.Thread(target=self._run, name="gradsync-remote-states", daemon=True)
         self._thread.start()
 
@@ -129,6 +127,10 @@ class RemoteStates:
         if curious and not self._curious:
             self.mute_s = 0.0
         self._curious = curious
+
+    def hear(self, remote: Sequence[int]) -> None:
+        """Read these too from the next turn on; their first states are in the store."""
+        self.states = dict.fromkeys(remote, INITIAL) | self.states
 
     def speak_for(self, rank: int, state: RankState) -> None:
         """A rank of this host cannot post, though its process runs: leave word in its place, in the next turn."""
@@ -156,31 +158,45 @@ class RemoteStates:
         self._thread.join(_CLOSING_S)
 
     def _run(self) -> None:
-        period = _PERIOD_S
+        period = 0.0
         while not self._stop:
             self._wake.wait(period)
             self._wake.clear()
             try:
-                self._post()
+                if self._store is None:
+                    self._store, self._users_store = self._connect(), None
+                self._post(self._store)
                 if self._curious and not self._stop:
-                    self._fetch()
+                    self._fetch(self._store)
                 period = _PERIOD_S
             except RuntimeError as error:
                 self.lost = self.lost or isinstance(error, dist.DistNetworkError)
                 # Tried again, less and less often: until it answers, the store counts as mute.
-                period = min(2 * period, _MAX_PERIOD_S)
-        with contextlib.suppress(RuntimeError):
-            self._post()
+                period = min(max(2 * period, _PERIOD_S), _MAX_PERIOD_S)
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                self._post(self._store)
 
-    def _post(self) -> None:
-        self._store.set(str(self._rank), encode(self._own()))
+    def _connect(self) -> Store:
+        """A connection of its own: a call that blocks must not hold up the user's store.
+
+        To make it may take the store's whole timeout, if the store has just ended.
+        """
+        assert self._users_store is not None
+        store: Store = self._users_store.clone()  # type: ignore[attr-defined]  # missing in the stubs
+        store.set_timeout(timedelta(seconds=5))
+        return store
+
+    def _post(self, store: Store) -> None:
+        store.set(str(self._rank), encode(self._own()))  # type: ignore[arg-type]  # bytes are taken as they are
         while self._words:
             rank, state = self._words.popitem()
-            self._store.set(str(rank), encode(state))
+            store.set(str(rank), encode(state))  # type: ignore[arg-type]
 
-    def _fetch(self) -> None:
-        records = self._store.multi_get([str(rank) for rank in self.states]) if self.states else []
-        for rank, record in zip(self.states, records, strict=True):
+    def _fetch(self, store: Store) -> None:
+        ranks = list(self.states)
+        records = store.multi_get([str(rank) for rank in ranks]) if ranks else []
+        for rank, record in zip(ranks, records, strict=True):
             # Anybody may write to the store: what is no state changes nothing.
             if (found := decode(bytes(record))) is not None:
                 self.states[rank] = found[1]

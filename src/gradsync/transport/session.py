@@ -119,11 +119,13 @@ class Session(Position):
         return [self.groups.ranks[rank] for rank in ranks]
 
     def describe_peers(self, views: PeerViews, ranks: list[int]) -> str:
-        """What became of these ranks, of whom we have a view."""
+        """What became of these ranks."""
+        names = [(rank, listed(self.global_ranks([rank]))) for rank in ranks]
         return "; ".join(
-            describe_peer(views[rank], listed(self.global_ranks([rank])), self.liveness.pid(rank), is_lost(views, rank))
-            for rank in ranks
+            describe_peer(views[rank], name, self.liveness.pid(rank), is_lost(views, rank))
             if rank in views
+            else f"{name} {'was lost' if is_lost(views, rank) else 'is late'}, as another rank says"
+            for rank, name in names
         )
 
     def describe_culprits(self, views: PeerViews, ranks: list[int]) -> str:
