@@ -79,11 +79,8 @@ def encode_summary(summary: HostSummary) -> bytes:
         culprits = state.culprits[:MAX_NAMED]
         padded = culprits + (0,) * (MAX_NAMED - len(culprits))
         flags = _DEAD * dead | _SILENT * silent
-        records.append(
-            _RANK.pack(
-                rank, state.step, state.bucket, state.phase, flags, len(culprits), held_s, unheard_s, *padded
-            )
-        )  # fmt: skip
+        fields = rank, state.step, state.bucket, state.phase, flags, len(culprits), held_s, unheard_s
+        records.append(_RANK.pack(*fields, *padded))
     return b"".join(records).ljust(SUMMARY_NBYTES, b"\0")
 
 
