@@ -24,11 +24,12 @@ from gradsync.cli.demo.slow_link.shaped_link import (
     inside,
     set_up,
     shape,
+    turn_off,
     turn_on,
 )
 from gradsync.cli.demo.slow_link.shaped_link import connect as connect_two
 
-__all__ = ["INTERFACE", "LabError", "Shaper", "address", "bits_per_second", "connect", "times_held"]
+__all__ = ["INTERFACE", "LabError", "Shaper", "address", "bits_per_second", "connect", "times_held", "turn_link"]
 
 _TCA_KIND, _TCA_STATS2, _TCA_STATS_QUEUE = 1, 7, 3
 _QUEUE = struct.Struct("=5I")  # gnet_stats_queue: packets and bytes that wait, drops, requeues, times held
@@ -47,6 +48,11 @@ def connect(hosts: Sequence[int], switch: int | None, shaper: Shaper | None) -> 
     inside(switch, lambda kernel: _set_up_switch(kernel, hosts, shaper))
     for index, host in enumerate(hosts):
         set_up(host, index, shaper)
+
+
+def turn_link(host: int, on: bool) -> None:
+    """Have a host's link carry packets, or none at all; connections last."""
+    inside(host, (lambda kernel: turn_on(kernel, INTERFACE)) if on else (lambda kernel: turn_off(kernel, INTERFACE)))
 
 
 def times_held(host: int) -> int:

@@ -53,7 +53,7 @@ def survivors() -> Callable[..., list[Event]]:
         for rank in ranks:
             [error] = scene.events(rank, "raised")
             assert (error["kind"], error["ranks"]) == (kind, [victim]), scene.text()
-            assert error["text"].startswith(f"[rank {rank}/4 step {error['step']}"), scene.text()
+            assert error["text"].startswith(f"[rank {rank}/{len(scene.pids)} step {error['step']}"), scene.text()
             assert f"rank {victim} " in error["text"], scene.text()
             assert error["grads"] == [], scene.text()
             assert error["at"] - acts[0] < _HANG_S, scene.text()

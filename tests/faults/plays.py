@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradsync as gs
+from gradsync.algorithms import control_tree
 from gradsync.compress.toml import from_canonical
 from gradsync.errors import PeerFault
 from gradsync.exchange.choose_route import ExactSum
@@ -38,6 +39,7 @@ def train(
     guard: dict[str, Any],
     remote: bool = False,
     hosts: int = 0,
+    fan_out: int = 0,
     tcp: bool = False,
     workers: int = 0,
     models: int = 1,
@@ -50,8 +52,8 @@ def train(
     """Train a few steps.
 
     `after` is what a rank does with an error before it exits: nothing, detach or destroy the groups; after an
-    error named `stall_after` it stays. `remote`: every rank has a host of its own; `hosts`: one of so many. The rank
-    `poisoned` meets a NaN in the fault's step.
+    error named `stall_after` it stays. `remote`: every rank has a host of its own; `hosts`: one of so many, of which
+    `fan_out` are in a circle. The rank `poisoned` meets a NaN in the fault's step.
     """
     journal = Journal(folder / f"rank-{rank}.jsonl")
     torch.set_num_threads(1)
@@ -60,6 +62,8 @@ def train(
     warnings.simplefilter("always")
     if remote or hosts:
         declare_host(f"h{rank % hosts if hosts else rank}")
+    if fan_out:
+        control_tree.FAN_OUT = fan_out
     dist.init_process_group(
         "gloo", store=make_store(folder, rank, ranks, tcp), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )

@@ -109,6 +109,18 @@ def test_a_rank_killed_on_another_host_is_named(begin: Begin) -> None:
         assert "gives no sign of life" in error["text"]
 
 
+def test_a_store_that_is_lost_is_a_rank_that_died_and_one_that_is_mute_is_not(begin: Begin) -> None:
+    """Rank 0 keeps it, and is on another host: of its end its connection tells, of a stop nothing does."""
+    killed = begin("attach", "wait", victim=0, remote=True, tcp=True)
+    stopped = begin("attach", "wait", "stop", victim=0, remote=True, tcp=True, guard={"timeout": 6.0})
+    named(killed, victim=0)
+    stopped.wait([1, 2], 60)
+    for rank in [1, 2]:
+        [error] = stopped.events(rank, "raised")
+        assert (error["kind"], error["ranks"]) == ("SyncTimeout", []), stopped.text()
+        assert "the store in which the ranks meet does not answer" in error["text"]
+
+
 def test_who_comes_last_does_not_blame_only_those_who_noticed(begin: Begin) -> None:
     """Rank 0 has raised and ended when rank 2 comes: its record may be there, and rank 1's is."""
     scene = begin("attach", "come", last=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.transport.blame import PeerView, PeerViews, blame, describe_peer, is_lost, late, lost, stopped
+from gradsync.transport.blame import PeerView, PeerViews, blame, describe_peer, is_lost, late, lost, stopped, unheard
 from gradsync.transport.heartbeat import Phase, RankState
 
 STEP = 5
@@ -97,3 +97,19 @@ def test_blame_ends_and_falls_on_members_who_name_no_other(views: PeerViews) -> 
             state = views[rank].state
             assert state.phase not in (Phase.FAILED, Phase.LOST_PEER) or not state.culprits
             assert f"step {state.step}" in describe_peer(views[rank], "rank 1", None, is_lost(views, rank))
+
+
+def test_who_was_given_up_is_blamed_though_nothing_more_is_known_of_it() -> None:
+    """In a large group there are views of some ranks only."""
+    views = {0: view(Phase.LOST_PEER, culprits=[700])}
+    assert blame(views, [0], STEP, size=1024) == ([700], [])
+    assert blame(views, [0], STEP, size=512) == ([], [])  # there is no such rank
+    assert is_lost(views, 700)
+
+
+def test_of_whom_nothing_is_heard_is_neither_late_nor_lost() -> None:
+    unsure = view(Phase.BACKWARD)._replace(unheard_s=12.0)
+    views = {0: unsure, 1: WAITING, 2: view(Phase.BACKWARD, dead=True)._replace(unheard_s=9.0)}
+    assert (late(views, STEP), lost(views, STEP)) == ([], [2])
+    assert unheard(views) == ([0], 12.0)
+    assert describe_peer(unsure, "rank 0", None, False).startswith("nothing was heard of rank 0 for 12 s, last seen")

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from gradsync.transport.heartbeat import (
     INITIAL,
+    MAX_NOTE_NBYTES,
     RECORD_NBYTES,
     Heartbeat,
     OwnHeartbeat,
@@ -113,6 +114,35 @@ def test_a_reader_beside_a_writer_sees_only_what_was_written(page: Heartbeat) ->
         stop.set()
         writer.join()
         seen.close()
+
+
+@given(st.lists(st.binary(max_size=MAX_NOTE_NBYTES), min_size=1, max_size=5))
+def test_the_board_shows_the_last_note(texts: list[bytes]) -> None:
+    page = OwnHeartbeat()
+    seen = reader(page)
+    assert seen.read_note() == (0, b"")
+    for number, text in enumerate(texts, start=1):
+        page.leave_note(text)
+        page.at(number, Phase.BACKWARD)  # apart from the state
+        assert seen.read_note() == (number, text)
+        assert seen.read().step == number
+    seen.close()
+    page.close()
+    page.leave_note(b"too late, but no error")
+
+
+def test_half_a_note_is_never_seen(page: Heartbeat) -> None:
+    assert isinstance(page, OwnHeartbeat)
+    seen = reader(page)
+    page.leave_note(b"before" * 9)
+    whole = bytes(page._memory[:])
+    page.leave_note(b"after" * 9)
+    new = bytes(page._memory[:])
+    for cut in range(1000, len(new)):
+        page._memory[:] = new[:cut] + whole[cut:]
+        assert seen.read_note() in ((1, b"before" * 9), (2, b"after" * 9))
+    assert seen.read_note() == (2, b"after" * 9)
+    seen.close()
 
 
 def test_a_page_survives_its_owner() -> None:

@@ -50,6 +50,7 @@ class Peers:
 
     hosts = ((0,), (1,), (2,))
     absent = ()
+    store_is_mute = False
 
     def each_tick(self, look: Any) -> None:
         """Nothing is under way on a GPU."""

@@ -41,6 +41,8 @@ def _open_lane(options: Any) -> Lane:
     lane.meet()
     try:
         groups.add_control_at(store, options.timeout)
+        if len(lane.hosts) > 1:
+            lane.open_circles()
         lane.open_team(_BOARD_NBYTES)
     except BaseException:
         lane.close(together=False)

@@ -29,6 +29,7 @@ class PeerView(NamedTuple):
     dead: bool
     silent: bool
     held_s: float = 0.0  # how long its interpreter was not heard of though its process runs
+    unheard_s: float = 0.0  # how long nothing was heard of it, and nothing proves that this lies with it
 
     @property
     def gone(self) -> bool:
@@ -58,9 +59,10 @@ def stopped(views: PeerViews) -> list[int]:
 
 
 def late(views: PeerViews, step: int) -> list[int]:
-    """Ranks that do not wait in this step as we do, and those that stopped."""
+    """Ranks that do not wait in this step as we do, and those that stopped; of whom nothing is heard nobody knows."""
     here = (step, Phase.WAITING)
-    return [rank for rank, (state, *_) in views.items() if (state.step, state.phase) != here and state.step <= step]
+    known = {rank: view.state for rank, view in views.items() if not view.unheard_s}
+    return [rank for rank, state in known.items() if (state.step, state.phase) != here and state.step <= step]
 
 
 def blame(views: PeerViews, suspects: Iterable[int], step: int, size: int | None = None) -> tuple[list[int], list[int]]:
@@ -94,6 +96,12 @@ def is_lost(views: PeerViews, rank: int) -> bool:
     return reported or (view is not None and view.stopped)
 
 
+def unheard(views: PeerViews) -> tuple[list[int], float]:
+    """Ranks of which nothing is heard, and for how long, where nothing proves that they are gone."""
+    silent = {rank: view.unheard_s for rank, view in views.items() if view.unheard_s and not view.stopped}
+    return list(silent), max(silent.values(), default=0.0)
+
+
 def way_out(views: PeerViews, ranks: Iterable[int]) -> str:
     """What to do when these ranks take part no more: who ended in good order has no batches left, most likely."""
     if all(rank in views and views[rank].state.phase == Phase.LEFT for rank in ranks):
@@ -115,12 +123,12 @@ def describe_peer(view: PeerView, name: str, pid: int | None, lost: bool) -> str
     if view.dead:
         return f"{who} died in step {state.step}"
     if lost:
-        # Of a process of this host the kernel would know: see [Late is not dead] in `liveness`.
-        perhaps = "" if pid is not None else " (if only its interpreter was held, allow gs.Guard(dead_after=seconds))"
-        return f"{who} gives no sign of life{perhaps}, last seen {state.phase} in step {state.step}"
+        return f"{who} gives no sign of life, last seen {state.phase} in step {state.step}"
     if view.held_s:
         return (
             f"{who} is alive but its interpreter has been held for {view.held_s:.0f} s (by a C function that does not "
             f"release it), last seen {state.phase} in step {state.step}"
         )
+    if view.unheard_s:
+        return f"nothing was heard of {who} for {view.unheard_s:.0f} s, last seen {state.phase} in step {state.step}"
     return f"{who} is alive but still {state.phase} in step {state.step}"

@@ -68,6 +68,7 @@ class Groups:
     first: GlooChannel | None = None  # for control, among all
     data: dict[str, Channel] = field(default_factory=dict)
     sockets: set[tuple[int, str]] = field(default_factory=set)  # their connections
+    link_sockets: set[tuple[int, str]] = field(default_factory=set)  # those among them to first ranks of other hosts
     store: Store | None = None  # where the ranks meet; None: the default group's
     connect: Connect = field(default_factory=lambda: _connect_alone)  # bounded by whoever looks after the peers
 
@@ -172,8 +173,11 @@ class Groups:
         self.data.update({each.name: channel for each, channel in zip(wanted, channels, strict=True)})
 
     def _make_circle(self, circle: Circle, store: Store, attempt: Attempt[list[GlooChannel]]) -> GlooChannel:
-        part = PrefixStore(f"circle-{circle.level}-{circle.leader}", store)
-        return make_gloo(part, circle.members.index(self.rank), len(circle.members), _NEVER, attempt)
+        part, before = PrefixStore(f"circle-{circle.level}-{circle.leader}", store), connections()
+        channel = make_gloo(part, circle.members.index(self.rank), len(circle.members), _NEVER, attempt)
+        if circle.level:
+            self.link_sockets.update(connections() - before)
+        return channel
 
     def _make(self, wanted: _Wanted, store: Store, attempt: Attempt[list[Channel]]) -> Channel:
         store, rank, size = PrefixStore(wanted.name, store), wanted.members.index(self.rank), len(wanted.members)

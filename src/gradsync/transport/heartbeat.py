@@ -3,10 +3,11 @@
 The page is a memfd that peers open through /proc/<pid>/fd and check by a nonce: it has no name, so nothing
 is left behind, and it stays readable after its owner was killed.
 
-    │ nonce │ slot 0: checksum, number, state │ slot 1: checksum, number, state │
+    │ nonce │ slot 0: checksum, number, state │ slot 1: checksum, number, state │ board: the same, twice, with a text │
 
 A writer fills the two slots in turn. A reader takes the newer one whose checksum is right, so it never sees
-half a write, not even of a rank that was killed while it wrote.
+half a write, not even of a rank that was killed while it wrote. On the board the first rank of a host leaves what it
+hears of other hosts.
 """
 
 from __future__ import annotations
@@ -20,13 +21,17 @@ import threading
 import zlib
 from typing import NamedTuple
 
-_NBYTES = 4096
+_NBYTES = 8192
 _NONCE_NBYTES = 16
 _MAX_CULPRITS = 64
 _CHECKSUM = struct.Struct("<I")
 _BODY = struct.Struct(f"<QQqiii{4 * _MAX_CULPRITS}s")  # number, beat, step, phase, bucket, number of culprits, culprits
 RECORD_NBYTES = _CHECKSUM.size + _BODY.size
 _SLOTS = (_NONCE_NBYTES, _NONCE_NBYTES + RECORD_NBYTES)
+_NOTE = struct.Struct("<QI")  # number, length
+MAX_NOTE_NBYTES = 2048
+_NOTE_NBYTES = _CHECKSUM.size + _NOTE.size + MAX_NOTE_NBYTES
+_NOTES = (4096 - _NOTE_NBYTES, 4096)
 
 
 class Phase(enum.IntEnum):
@@ -66,6 +71,7 @@ class Heartbeat:
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         self._memory = mmap.mmap(fd, _NBYTES, access=access)
         self._last = INITIAL
+        self._last_note = (0, b"")
 
     @classmethod
     def open(cls, pid: int, fd: int, nonce: bytes) -> Heartbeat | None:
@@ -94,6 +100,14 @@ class Heartbeat:
             self._last = max(whole)[1]
         return self._last
 
+    def read_note(self) -> tuple[int, bytes]:
+        """Number and text of the newest note on the board; 0 if there is none."""
+        numbers = [_NOTE.unpack_from(self._memory, at + _CHECKSUM.size)[0] for at in _NOTES]
+        if max(numbers) != self._last_note[0]:  # nearly always it is the one read before
+            notes = (_decode_note(self._memory[at : at + _NOTE_NBYTES]) for at in _NOTES)
+            self._last_note = max([note for note in notes if note is not None], default=self._last_note)
+        return self._last_note
+
     def close(self) -> None:
         self._memory.close()
         os.close(self.fd)
@@ -108,6 +122,7 @@ class OwnHeartbeat(Heartbeat):
         super().__init__(fd, secrets.token_bytes(_NONCE_NBYTES), writable=True)
         self._memory[:_NONCE_NBYTES] = self.nonce
         self._number = 0
+        self._note_number = 0
         self._lock = threading.Lock()  # the thread that beats writes too
         self.state = INITIAL  # what was said last
         self.at(0, Phase.COMPUTING)
@@ -121,6 +136,18 @@ class OwnHeartbeat(Heartbeat):
         """Say that this rank is alive."""
         with self._lock:
             self.write(self.state._replace(beat=self.state.beat + 1))
+
+    def leave_note(self, text: bytes) -> None:
+        """Let this be on the board."""
+        assert len(text) <= MAX_NOTE_NBYTES, "a note is short"
+        with self._lock:
+            if self._memory.closed:
+                return
+            self._note_number += 1
+            body = _NOTE.pack(self._note_number, len(text)) + text
+            record = _CHECKSUM.pack(zlib.crc32(body)) + body
+            at = _NOTES[self._note_number % 2]
+            self._memory[at : at + len(record)] = record
 
     def close(self) -> None:
         with self._lock:
@@ -156,3 +183,11 @@ def decode(record: bytes) -> tuple[int, RankState] | None:
     if phase not in Phase._value2member_map_ or not 0 <= count <= _MAX_CULPRITS:
         return None
     return number, RankState(beat, step, Phase(phase), bucket, struct.unpack_from(f"<{count}i", names))
+
+
+def _decode_note(record: bytes) -> tuple[int, bytes] | None:
+    number, length = _NOTE.unpack_from(record, _CHECKSUM.size)
+    body = record[_CHECKSUM.size : _CHECKSUM.size + _NOTE.size + length]
+    if length > MAX_NOTE_NBYTES or _CHECKSUM.unpack_from(record)[0] != zlib.crc32(body):
+        return None
+    return number, body[_NOTE.size :]

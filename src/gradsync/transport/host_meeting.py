@@ -105,6 +105,15 @@ class GroupMeeting:
         finally:
             self._store = None
 
+    def see_local(self) -> None:
+        """Other hosts are heard otherwise from now on."""
+        self.peers = {rank: peer for rank, peer in self.peers.items() if isinstance(peer, LocalPeer)}
+
+    def leave_store(self) -> None:
+        """Nobody reads there any more; called until it is left."""
+        if self.remote_states is not None and self.remote_states.end_later():
+            self.remote_states = None
+
     def unanswered(self, waited: float) -> SyncTimeout:
         """The error if the store did not answer at all, so that nobody's absence is sure."""
         groups = self._groups

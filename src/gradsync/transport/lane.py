@@ -129,6 +129,8 @@ class Lane:
         """Make the circles by which ranks agree; every rank of the group calls this after they have met."""
         if self.groups.size > 1:
             self.groups.add_circles(ControlTree(self.hosts))
+            self.liveness.open_links(self._timeout)
+            self.connect(self.liveness.hear_all, "the first word of all hosts")
 
     def connect(self, make: Callable[[Attempt[T]], T], what: str, timeout: float | None = None) -> T:
         """Run `make` in a thread, which may wait for other ranks, and return what it made: see `connecting`."""

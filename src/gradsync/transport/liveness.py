@@ -2,7 +2,8 @@
 
 Every rank beats four times a second from a thread of its own, which needs the interpreter: a rank that is
 stopped falls silent, and so does one whose interpreter is held. Peers on the same host are seen through their page and
-pidfd, others through the store.
+pidfd, others through the first rank of each host, which speak to each other along a tree: see `speaker`. While the
+connections for that are made the store serves, and never after.
 
     beat   ─┬──┬──┬──┬──✕            rank 2 is stopped
     seen    └──┴──┴──┴───·····10 s·····→ PeerLost naming rank 2, on every other rank
@@ -13,8 +14,9 @@ in the end is decided in `blame`.
 Note [Late is not dead]
     A C function that keeps the interpreter (unpickling, a long collection of garbage) silences the beat of a rank that
     runs. On its own host the kernel says so: its process is there and not stopped. Then it is late, which `timeout`
-    bounds, and other ranks of its host leave word for it in the store. Where it is the only rank of its host nobody
-    can speak for it, and `dead_after` is the bound.
+    bounds, and the first rank of its host says so to others. That one is asked by its neighbours past its interpreter:
+    see [Tokens] in `beat_links`. Only in attach, before there are links, `dead_after` is the bound for a rank that is
+    alone on its host.
 """
 
 from __future__ import annotations
@@ -38,9 +40,14 @@ from gradsync.transport.cuda_driver import only_look_on
 from gradsync.transport.groups import Groups
 from gradsync.transport.heartbeat import INITIAL, OwnHeartbeat, Phase, RankState
 from gradsync.transport.host_meeting import GroupMeeting
+from gradsync.transport.notable_ranks import NotableRank
+from gradsync.transport.other_hosts import HeardByLinks, HeardFromSpeaker, OtherHosts
 from gradsync.transport.peers import LocalPeer, Peer, RemotePeer, RemoteStates
 
 _TICK_S = 0.25
+_LINKS_TICK_S = 0.1  # where others may have sent something, which is to be passed on
+_LINKING_TICK_S = 0.005  # while attach waits for them
+_STORE_LINGERS_S = 2.0  # after all links are up: others may not know it yet, and read the store
 _HELD_S = 2 * _TICK_S  # without a beat, though its process runs: then we speak for it
 _REPORT_S = 2.0  # after an error: how long to wait for the others' word before blaming somebody
 _QUIET_S = _REPORT_S / 2  # then, without better knowledge: who was silent for so long
@@ -63,7 +70,11 @@ class Liveness:
         self._each_tick: Callable[[], Callable[[], None] | None] = lambda: None
         me = weakref.ref(self)  # with more, the two would keep each other, and the store, until a collection
         self._meeting = GroupMeeting(groups, self.heartbeat, lambda: _state_of(me()))
-        self._stop = threading.Event()
+        self._other_hosts: OtherHosts | None = None
+        self._members: tuple[int, ...] = ()  # this rank and those it speaks for
+        self._linked_s = -1.0  # since all links are up; before that the store serves
+        self._stop = False
+        self._wake = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="gradsync-liveness", daemon=True)
         if groups.size > 1:
             self._thread.start()
@@ -74,6 +85,29 @@ class Liveness:
         """Find the others, who may take `patience` seconds to come; every rank calls this, in a thread beside."""
         if self._groups.size > 1:
             self._meeting.hold(attempt, patience)
+
+    def open_links(self, timeout: float) -> None:
+        """Hear other hosts by the circles from now on; all ranks call this. One may be late for `timeout` seconds."""
+        groups, tree = self._groups, self._groups.tree
+        if len(self.hosts) < 2 or tree is None:
+            return
+        lowest = tree.climb(groups.rank)[0]
+        if lowest.level == 0 and lowest.leader != groups.rank:
+            speaker = self._peers[lowest.leader]
+            assert isinstance(speaker, LocalPeer), "ranks of one host see each other"
+            self._other_hosts = HeardFromSpeaker(speaker.read_note, groups.size)
+            self._wake.set()
+            return
+        leave_note = self.heartbeat.leave_note
+        self._other_hosts = HeardByLinks(tree, groups, self._guard.dead_after, timeout, leave_note)
+        self._members = lowest.members if lowest.level == 0 else (groups.rank,)
+        self._wake.set()
+
+    def hear_all(self, attempt: Attempt[None]) -> None:
+        """Return when every host is heard by its links: what comes after this needs no store."""
+        pause = attempt.pauses()
+        while self._other_hosts is not None and self._linked_s < 0:
+            pause()
 
     @property
     def hosts(self) -> Hosts:
@@ -118,26 +152,30 @@ class Liveness:
     def at(self, step: int, phase: Phase, bucket: int = -1, culprits: tuple[int, ...] = ()) -> None:
         """Say where this rank is, and that soon, if it is no more in its steps."""
         self.heartbeat.at(step, phase, bucket, culprits)
-        if self._remote_states is not None and phase >= Phase.FAILED:
-            self._remote_states.tell_at_once()
+        if phase >= Phase.FAILED:
+            self._tell_at_once()
+
+    def _tell_at_once(self) -> None:
+        self._wake.set()
+        if (remote_states := self._remote_states) is not None:
+            remote_states.tell_at_once()
 
     # What this rank sees
 
     def watch(self, waiting: bool) -> None:
-        """Tell whether somebody waits: remote peers are read only then."""
+        """Tell whether somebody waits: the store is read only then."""
         self._curious = waiting
-        if self._remote_states is not None:
-            self._remote_states.watch(waiting)
+        if (remote_states := self._remote_states) is not None:
+            remote_states.watch(waiting)
 
     def peer_views(self) -> dict[int, PeerView]:
-        """Every other rank, as it is just now."""
-        return self._look(self._guard.dead_after)
+        """Ranks as they are just now: all others of this host, and those of other hosts that are worth naming."""
+        return self._look()
 
     def investigate(self) -> tuple[list[int], dict[int, PeerView]]:
         """Wait a moment for the facts after the transport failed; then say whose fault it was, and what was seen."""
         self.watch(True)
-        if self._remote_states is not None:
-            self._remote_states.tell_at_once()
+        self._tell_at_once()
         clock = AwakeClock()
         # Of ranks that are out of view others tell, as soon as those have found them silent.
         all_in_view = len(self._peers) == self._groups.size - 1
@@ -168,7 +206,8 @@ class Liveness:
             return
         self._leave()
         self._stay_with_the_store()
-        self._stop.set()
+        self._stop = True
+        self._wake.set()
         # The garbage collector may have us closed by any thread, this one too.
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
@@ -186,19 +225,32 @@ class Liveness:
 
     def is_ahead(self) -> bool:
         """Whether a rank that lives has not come as far as this one, and may still need it."""
-        return any(not view.stopped and view.state.step < self.state.step for view in self.peer_views().values())
+        views = self.peer_views().values()
+        return any(not (view.stopped or view.unheard_s) and view.state.step < self.state.step for view in views)
+
+    @property
+    def store_is_mute(self) -> bool:
+        """Whether the store does not answer, while it alone tells of other hosts."""
+        return self._by_store is not None and self._by_store.mute_s >= self._guard.dead_after
+
+    @property
+    def _by_store(self) -> RemoteStates | None:
+        """The states in the store, as long as they count."""
+        return self._remote_states if self._linked_s < 0 else None
 
     def _leave(self) -> None:
         if self.state.phase not in (Phase.FAILED, Phase.LOST_PEER):
             # At exit: the interpreter knows whether it ends by an exception.
             self.at(self.state.step, Phase.LEFT if getattr(sys, "last_value", None) is None else Phase.FAILED)
+        if self._other_hosts is not None:  # in this very thread: connections may end as soon as this returns
+            self._other_hosts.turn(0.0, self._ranks_spoken_for(), at_once=True)
 
     def _stay_with_the_store(self) -> None:
         """Wait a moment where the store ends with rank 0, so that the others read there whom it lost.
 
         Else the first to notice a death would be blamed by the last, which hears nothing of anybody any more.
         """
-        keeps = self._remote_states is not None and self._groups.ranks[self._groups.rank] == 0
+        keeps = self._by_store is not None and self._groups.ranks[self._groups.rank] == 0
         if not keeps or self.state.phase != Phase.LOST_PEER or threading.current_thread() is self._thread:
             return
         self.watch(True)
@@ -211,24 +263,46 @@ class Liveness:
         if self._remote_states is not None:
             self._remote_states.close()
         self._closed = True
+        self._other_hosts = None  # what was posted on the links goes with them
         for peer in self._peers.values():
             peer.close()
         self.heartbeat.close()
 
-    def _look(self, remote_silent_after: float) -> dict[int, PeerView]:
-        """Every other rank as it is just now, with a bound for those whose death nobody here can see."""
+    def _look(self, guess_after: float = float("inf")) -> dict[int, PeerView]:
+        """The others as they are just now; after `guess_after` seconds who is not heard of counts as silent.
+
+        That is for those whose death nobody here can see.
+        """
         if self._closed:
             return {}
-        keeper = (
-            self._store_keeper() if self._remote_states and self._remote_states.mute_s >= remote_silent_after else None
-        )
+        remote_silent_after = min(guess_after, self._guard.dead_after)
+        by_store = self._by_store
+        mute_s = by_store.mute_s if by_store is not None and by_store.mute_s >= remote_silent_after else 0.0
+        keeper = self._store_keeper() if by_store is not None and by_store.lost else None
         views = {}
         for rank, peer in self._peers.items():
-            silent_after = remote_silent_after if isinstance(peer, RemotePeer) else self._guard.dead_after
-            silent = peer.silent_s >= silent_after
+            remote = isinstance(peer, RemotePeer)
+            silent = peer.silent_s >= (remote_silent_after if remote else self._guard.dead_after)
             held_s = peer.silent_s if silent and peer.runs() else 0.0
-            views[rank] = PeerView(peer.look(), peer.dead(), (silent and not held_s) or rank == keeper, held_s)
-        return views
+            gone = (silent and not held_s) or (rank == keeper and mute_s > 0)
+            views[rank] = PeerView(peer.look(), peer.dead(), gone, held_s, mute_s if remote and not gone else 0.0)
+        other_hosts = self._other_hosts
+        if self._linked_s < 0 or other_hosts is None:
+            return views
+        for rank, state, dead, silent, held_s, unheard_s in other_hosts.known(guess_after):
+            if rank not in views and rank != self._groups.rank:
+                views[rank] = PeerView(state, dead, silent, held_s, unheard_s)
+        return dict(sorted(views.items()))
+
+    def _ranks_spoken_for(self) -> list[NotableRank]:
+        """This rank and those of its host for which it speaks, as they are just now."""
+        found = [NotableRank(self._groups.rank, self.state)] if self._members else []
+        for rank in self._members[1:]:
+            peer = self._peers[rank]
+            silent = peer.silent_s >= self._guard.dead_after
+            held_s = peer.silent_s if silent and peer.runs() else 0.0
+            found.append(NotableRank(rank, peer.look(), peer.dead(), silent and not held_s, held_s))
+        return found
 
     def _speak_for_the_held(self, remote_states: RemoteStates) -> None:
         """Leave word in the store for ranks of this host that run though they are silent: see [Late is not dead]."""
@@ -244,25 +318,55 @@ class Liveness:
         return rank if isinstance(self._peers.get(rank), RemotePeer) else None
 
     def _beat(self) -> None:
-        clock = AwakeClock()
+        clock, since_look_s = AwakeClock(), 0.0
         only_look_on()
-        while not self._stop.wait(_TICK_S):
-            if self._orphaned and self._may_end():
+        while True:
+            news = self._wake.wait(self._pause_s())
+            self._wake.clear()
+            if self._stop or (self._orphaned and self._may_end()):
                 break
-            elapsed = clock.tick()  # however long it was, a second at most: see [Time awake]
-            self.heartbeat.beat()
-            if self._remote_states is not None:
-                self._remote_states.watch(self._curious)  # it may have been made while somebody waits already
-                self._remote_states.listen(elapsed)
-            for peer in self._peers.values():
-                peer.listen(elapsed)
-            if self._remote_states is not None:
-                self._speak_for_the_held(self._remote_states)
-            self._tick()
+            elapsed_s = clock.tick()  # however long it was, a second at most: see [Time awake]
+            since_look_s += elapsed_s
+            look = news or since_look_s >= _TICK_S
+            if look:
+                self._look_after_this_host(since_look_s)
+                since_look_s = 0.0
+            self._hear_other_hosts(elapsed_s, look)
+            if look:
+                self._tick()
         if self._orphaned:
             self._leave()  # the others know before a connection ends
             self._last_act()  # the process does not exit meanwhile: `close` waits for this thread
             self.close()
+
+    def _pause_s(self) -> float:
+        if self._other_hosts is not None and self._linked_s < 0:
+            return _LINKING_TICK_S
+        return _LINKS_TICK_S if self._members else _TICK_S
+
+    def _look_after_this_host(self, elapsed_s: float) -> None:
+        self.heartbeat.beat()
+        by_store = self._by_store
+        if by_store is not None:
+            by_store.watch(self._curious)  # it may have been made while somebody waits already
+            by_store.listen(elapsed_s)
+        for peer in self._peers.values():
+            peer.listen(elapsed_s)
+        if by_store is not None:
+            self._speak_for_the_held(by_store)
+
+    def _hear_other_hosts(self, elapsed_s: float, look: bool) -> None:
+        """Take a turn of the links, and end the store's service when all of them are up."""
+        if self._other_hosts is None:
+            return
+        self._other_hosts.turn(elapsed_s, self._ranks_spoken_for() if look else None)
+        if self._linked_s < 0 and self._other_hosts.complete:
+            self._linked_s = 0.0
+            self._meeting.see_local()
+        elif self._linked_s >= 0:
+            self._linked_s += elapsed_s
+            if self._linked_s >= _STORE_LINGERS_S:
+                self._meeting.leave_store()
 
 
 def _now() -> bool:

@@ -3,7 +3,8 @@
 A peer is anything with `look()`, `dead()`, `listen()`, `silent_s` and `close()`; `liveness` watches a set of
 them. Peers on other hosts are in `RemoteStates`.
 
-Peers of other hosts, seen through the rendezvous store by a thread of its own.
+Peers of other hosts, seen through the rendezvous store by a thread of its own, until there are links to them: see
+`other_hosts`.
 
 Store calls may block far beyond their timeouts when the store's host is gone, so no other thread ever makes
 one: a stuck thread here only means that nothing is heard any more, and `mute_s` tells for how long.
@@ -19,6 +20,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from gradsync.transport.heartbeat import INITIAL, Heartbeat, RankState, decode, encode
@@ -86,6 +88,10 @@ class LocalPeer:
         self.silent_s = self.silent_s + elapsed_s if beat == self._beat else 0.0
         self._beat = beat
 
+    def read_note(self) -> tuple[int, bytes]:
+        """What it left on its board: see `other_hosts`."""
+        return self._heartbeat.read_note()
+
     def close(self) -> None:
         self._heartbeat.close()
         os.close(self.pidfd)
@@ -103,6 +109,7 @@ class RemoteStates:
         self.states: dict[int, RankState] = dict.fromkeys(remote, INITIAL)
         self.rounds = 0  # how often all peers were read
         self.mute_s = 0.0
+        self.lost = False  # the store's connection has ended: so has the process that kept it
         self._heard = 0
         self._curious = False
         self._users_store: Store | None = store
@@ -139,10 +146,15 @@ class RemoteStates:
         self._heard = self.rounds
         self.mute_s = self.mute_s + elapsed_s if self._curious and not answered else 0.0
 
-    def close(self) -> None:
-        """Write the last word and end, or leave the thread behind where the store does not answer."""
+    def end_later(self) -> bool:
+        """Nobody reads the store any more: write the last word and end, without being waited for. Whether it has."""
         self._stop = True
         self._wake.set()
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        """Write the last word and end, or leave the thread behind where the store does not answer."""
+        self.end_later()
         self._thread.join(_CLOSING_S)
 
     def _run(self) -> None:
@@ -157,7 +169,8 @@ class RemoteStates:
                 if self._curious and not self._stop:
                     self._fetch(self._store)
                 period = _PERIOD_S
-            except RuntimeError:
+            except RuntimeError as error:
+                self.lost = self.lost or isinstance(error, dist.DistNetworkError)
                 # Tried again, less and less often: until it answers, the store counts as mute.
                 period = min(max(2 * period, _PERIOD_S), _MAX_PERIOD_S)
         if self._store is not None:

@@ -128,6 +128,11 @@ class Session(Position):
             for rank, name in names
         )
 
+    def describe_culprits(self, views: PeerViews, ranks: list[int]) -> str:
+        """What became of these, though we may have no view of any: the views are those of the most notable ranks."""
+        hearsay = f"{listed(self.global_ranks(ranks))} came no further, as other ranks say" if ranks else ""
+        return self.describe_peers(views, ranks) or hearsay
+
     # The end
 
     def give_up(self, error: BaseException) -> bool:

@@ -64,7 +64,7 @@ def _sockets() -> list[tuple[int, str]]:
 
 
 # Offsets in Linux' struct tcp_info, which only ever grows at its end.
-_RTT_US, _TOTAL_RETRANS, _BYTES_ACKED, _BUSY_US = 68, 100, 120, 168
+_UNACKED, _RTT_US, _TOTAL_RETRANS, _BYTES_ACKED, _BUSY_US = 24, 68, 100, 120, 168
 _NEEDED_NBYTES = 176
 
 
@@ -84,6 +84,7 @@ class SocketReading(NamedTuple):
     busy_s: float
     rtt_s: float
     retransmits: int
+    in_flight: int = 0  # packets that the other side has not acknowledged yet
 
 
 def read_sockets(sockets: Iterable[tuple[int, str]]) -> dict[str, SocketReading]:
@@ -102,8 +103,10 @@ def _read(wire: socket.socket) -> SocketReading:
     if len(info) < _NEEDED_NBYTES:
         raise OSError("an old kernel")
     (rtt_us,) = struct.unpack_from("<I", info, _RTT_US)
+    (in_flight,) = struct.unpack_from("<I", info, _UNACKED)
     (retransmits,) = struct.unpack_from("<I", info, _TOTAL_RETRANS)
     (nbytes,) = struct.unpack_from("<Q", info, _BYTES_ACKED)
     (busy_us,) = struct.unpack_from("<Q", info, _BUSY_US)
     mine, theirs = wire.getsockname(), wire.getpeername()
-    return SocketReading(SocketEnd(*mine[:2]), SocketEnd(*theirs[:2]), nbytes, busy_us / 1e6, rtt_us / 1e6, retransmits)
+    ends = SocketEnd(*mine[:2]), SocketEnd(*theirs[:2])
+    return SocketReading(*ends, nbytes, busy_us / 1e6, rtt_us / 1e6, retransmits, in_flight)

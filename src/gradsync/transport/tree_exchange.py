@@ -136,7 +136,7 @@ class TreeExchange:
 
     @cached_property
     def _counts(self) -> list[list[int]]:
-        """For how many ranks each member of our circles speaks."""
+        """The number of ranks for which each member of our circles speaks."""
         below = self._tree.below
         return [[len(below(member, circle.level)) for member in circle.members] for circle, _ in self._circles]
 

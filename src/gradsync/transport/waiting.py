@@ -22,7 +22,7 @@ from typing import Generic, NoReturn, TypeVar
 
 from gradsync.errors import JOIN, PeerLost, SyncTimeout, listed
 from gradsync.transport.awake_clock import AwakeClock
-from gradsync.transport.blame import PeerViews, blame, is_lost, late, lost, stopped, way_out
+from gradsync.transport.blame import PeerViews, blame, is_lost, late, lost, stopped, unheard, way_out
 from gradsync.transport.heartbeat import Phase
 from gradsync.transport.pending import Pending
 from gradsync.transport.session import Session
@@ -145,7 +145,7 @@ class LaneWait(BoundedWait[Pending]):
         session = self._session
         bucket, what = self._stuck(awaited.what, awaited.bucket)
         blamed = self.blamed(views, late(views, self.step))
-        who = session.describe_peers(views, blamed) or "every rank is here"
+        who = session.describe_peers(views, blamed) or self._of_whom_nothing_is_heard(views) or "every rank is here"
         if absent := session.liveness.absent:
             blamed, who = absent, f"{listed(session.global_ranks(absent))} did not come yet"
         text = f"{session.place(bucket)} has waited {waited:.0f} s for {what}: {who}"
@@ -171,7 +171,7 @@ class LaneWait(BoundedWait[Pending]):
             team.abandon()
         bucket, name = self._stuck(what, bucket)
         session.got_stuck(bucket)
-        here, who = session.place(bucket), session.describe_peers(views, others)
+        here, who = session.place(bucket), session.describe_culprits(views, others)
         if missing:
             raise PeerLost(
                 f"{here} {who}, while this rank was in {name}. The step cannot be completed. {way_out(views, others)}",
@@ -184,6 +184,13 @@ class LaneWait(BoundedWait[Pending]):
             why = f"{took}: {who}. Look at what that rank does there; {JOIN}"
         elif culprits:
             why = f"the others gave up waiting for this rank, which came too late to {name}. Look at what held it up"
+        elif error is None and session.liveness.store_is_mute:
+            why = f"{took}: the store in which the ranks meet does not answer; see whether its process is stopped"
+        elif error is None and unheard(views)[0]:
+            why = (
+                f"{took}: {self._of_whom_nothing_is_heard(views)}, and nothing shows that a process ended: the network "
+                f"stands still, or a host has no power. {network}"
+            )
         elif error is None:
             why = f"{took}: every rank is here, but the data does not arrive. {network}"
         else:
@@ -191,6 +198,11 @@ class LaneWait(BoundedWait[Pending]):
         raise SyncTimeout(
             f"{here} {why}, or allow more time with {self._more_time}", session.global_ranks(culprits)
         ) from error
+
+    def _of_whom_nothing_is_heard(self, views: PeerViews) -> str:
+        silent, silent_s = unheard(views)
+        who = listed(self._session.global_ranks(silent))
+        return f"nothing was heard of {who} for {silent_s:.0f} s" if silent else ""
 
     def _stuck(self, what: str, bucket: int) -> tuple[int, str]:
         """The oldest bucket that has not come through, or else what is being waited for; with its name."""

@@ -111,7 +111,7 @@ class PeerWait(BoundedWait[_Awaited]):
         session.fail(tuple(culprits), lost=True)
         shards = "; ".join(f"{listed(session.global_ranks([rank]))} kept {self._shard(rank)}" for rank in culprits)
         raise PeerLost(
-            f"{session.place()} {session.describe_peers(views, culprits)}, while this rank was in {what}; {shards}, "
+            f"{session.place()} {session.describe_culprits(views, culprits)}, while this rank was in {what}; {shards}, "
             "which no other rank holds. Exit with an error and let the launcher restart all ranks (torchrun "
             "--max-restarts) from the last checkpoint",
             ranks,

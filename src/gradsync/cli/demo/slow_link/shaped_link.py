@@ -150,6 +150,11 @@ def turn_on(kernel: Netlink, name: str, bridge: str | None = None) -> None:
     kernel.change(NEWLINK, _LINK.pack(0, 0, socket.if_nametoindex(name), _IFF_UP, _IFF_UP) + master)
 
 
+def turn_off(kernel: Netlink, name: str) -> None:
+    """Have an interface carry nothing until it is turned on."""
+    kernel.change(NEWLINK, _LINK.pack(0, 0, socket.if_nametoindex(name), 0, _IFF_UP))
+
+
 def shape(kernel: Netlink, name: str, shaper: Shaper | None) -> None:
     """Slow down what leaves by an interface; not at all without a shaper."""
     if shaper is None:
