@@ -160,10 +160,10 @@ class TreeExchange:
                 if work is not None:
                     work.get_future().add_done_callback(self._ended)
                     return
+                assert message.succeeded, "a walk ends with what came of it"
             except Exception as error:
                 self._fail(error)
                 return
-            assert message.landed(0), "a walk ends with what came of it"
             self._queue.popleft()
 
     def _ended(self, future: Any) -> None:
