@@ -88,8 +88,7 @@ def attach(
         guard: Bounds on waits, what a NaN does, and replicas that differ; see `Guard`.
         scaler: The GradScaler of mixed precision. It then bears steps without gradients (in windows, when all ranks
             dropped one), `delayed(k)` works with it, and ranks whose scales differ are named.
-        trace: A folder: every rank writes there what each step did, for `gradsync report` and `gradsync
-        drift_monitor`. None:
+        trace: A folder: every rank writes there what each step did, for `gradsync report` and `gradsync watch`. None:
             that of the environment variable GRADSYNC_TRACE, if there is one.
     """
     saved = plan.save if isinstance(plan, Auto) else None
@@ -142,8 +141,8 @@ def attach_engine(
     terms: dict[str, Any] = {"buffers": buffers}
     terms |= {"nonfinite": guard.nonfinite, "max_skips": guard.max_skips, "drift": guard.drift}
     terms |= {} if auto is None else {"auto": auto.canonical()}
-    travelling = Buffers(inventory.buffers, kept=buffers == "broadcast")
-    travelling.kept &= size > 1  # one rank alone is equal to itself
+    # One rank alone is equal to itself.
+    travelling = Buffers(inventory.buffers, kept=buffers == "broadcast" and size > 1)
     health_log = HealthLog(guard.max_skips)
     drift_monitor = DriftMonitor(inventory.entries, optimizers, scaler, guard, health_log, size)
     builder = Builder(
@@ -174,7 +173,7 @@ def _open_trace(sync: GradSync, steps: StepLoop, folder: Path | None) -> None:
     if folder is None:
         return
     tracer = open_tracer(folder, lane, steps.synchronization.entries, steps.plan.canonical(), "gradsync", run_id)
-    tracer.stats = sync.stats
+    tracer.ask(sync.stats)
     steps.trace(Tracing(tracer, lane, together))
 
 
