@@ -14,8 +14,7 @@ from simulated import Network, SimulatedLane, Suspended, open_lanes
 
 import gradsync as gs
 from gradsync.agreement.calls import check_same_call
-from gradsync.agreement.header import Head, Headers, Mark
-from gradsync.agreement.header_exchange import HeaderExchange
+from gradsync.agreement.header import Head, HeaderExchange, Headers, Mark
 from gradsync.agreement.outcome import HealthLog, step_outcome
 
 PARAMETERS = 1000

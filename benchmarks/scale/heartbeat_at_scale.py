@@ -11,12 +11,12 @@ from collections import Counter
 from statistics import mean
 from typing import Any
 
-from gradsync.transport.notable_ranks import NotableRank
-from gradsync.transport.speaker import Speaker
 from simulated import hosts_of
 
 from gradsync.algorithms.control_tree import ControlTree
 from gradsync.transport.heartbeat import Phase, RankState
+from gradsync.transport.notable_ranks import NotableRank
+from gradsync.transport.speaker import Speaker
 
 TICK_S, LOOK_S, LATENCY_S = 0.1, 0.25, 1e-4  # as `transport/liveness.py` has them; a slow network
 DEAD_AFTER_S = 10.0
@@ -148,6 +148,6 @@ def measure(ranks: int, per_host: int) -> dict[str, Any]:
 
 
 def _inner(tree: ControlTree) -> int:
-    """A rank that leads a circle and is not the root."""
-    led = [circle.leader for level in tree.levels[1:] for circle in level if circle.leader != tree.root]
+    """A rank that leads a subgroup and is not the root."""
+    led = [subgroup.leader for level in tree.levels[1:] for subgroup in level if subgroup.leader != tree.root]
     return led[len(led) // 2] if led else -1

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 import gradsync as gs
-from gradsync.agreement.header import Head, Mark
-from gradsync.agreement.header_exchange import HeaderExchange
+from gradsync.agreement.header import Head, HeaderExchange, Mark
 from gradsync.transport.gloo_channel import GlooChannel
 from gradsync.transport.host_meeting import declare_host
 from gradsync.transport.lane import open_lane
@@ -35,7 +34,7 @@ def take_part(per_host: int) -> dict[str, Any]:
     lane = open_lane(world, gs.Guard(), 300.0)
     attach = {"wall_s": time.perf_counter() - begun, "processor_s": time.process_time() - processor}
     counted = Counter[str]()
-    count_calls(lane.groups.circles, counted)
+    count_calls(lane.groups.subgroups, counted)
     marks = bytearray([Mark.TRAINABLE | Mark.USED] * PARAMETERS)
 
     def header() -> None:
@@ -78,9 +77,9 @@ def take_part(per_host: int) -> dict[str, Any]:
     return found
 
 
-def count_calls(circles: Any, counted: Counter[str]) -> None:
-    """Count what goes into the channels of the circles from now on."""
-    for _, channel in circles:
+def count_calls(subgroups: Any, counted: Counter[str]) -> None:
+    """Count what goes into the channels of the subgroups from now on."""
+    for _, channel in subgroups:
         for name in ("collect", "broadcast", "gather"):
             counting(channel, name, counted)
 

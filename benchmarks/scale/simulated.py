@@ -1,4 +1,4 @@
-"""A network in one process, with a clock of its own: channels of circles that the control code uses as it uses gloo's.
+"""A network in one process, with a clock of its own: channels of subgroups, which the control code uses as gloo's.
 
 What runs on it is gradsync's own: `Lane`, `TreeExchange`, `HeaderExchange` and what judges a step. Only gloo is
 replaced, by events on a queue: a message arrives a latency after it was sent, and the queue's clock jumps to it.
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import gradsync as gs
-from gradsync.algorithms.control_tree import Circle, ControlTree
+from gradsync.algorithms.control_tree import ControlTree, Subgroup
 from gradsync.transport.groups import Groups
 from gradsync.transport.heartbeat import INITIAL
 from gradsync.transport.lane import Lane
@@ -95,27 +95,27 @@ class Work:
             self._network.timed(self._rank, lambda callback=callback: callback(self))
 
 
-class SharedCircle:
-    """What the members of one circle bring to its collectives, by number."""
+class SharedSubgroup:
+    """What the members of one subgroup bring to its collectives, by number."""
 
-    def __init__(self, network: Network, circle: Circle) -> None:
-        self.network, self.circle = network, circle
+    def __init__(self, network: Network, subgroup: Subgroup) -> None:
+        self.network, self.subgroup = network, subgroup
         self.collected: dict[int, dict[int, Any]] = {}
         self.told: dict[int, dict[int, Any]] = {}
 
 
 class Channel:
-    """One member's end of a circle."""
+    """One member's end of a subgroup."""
 
     on_host = True
 
-    def __init__(self, shared: SharedCircle, rank: int) -> None:
+    def __init__(self, shared: SharedSubgroup, rank: int) -> None:
         self._shared, self._rank = shared, rank
-        self._place = shared.circle.members.index(rank)
+        self._place = shared.subgroup.members.index(rank)
         self._num_collected = self._num_told = 0
 
     def collect(self, rows: torch.Tensor | None, row: torch.Tensor) -> Work:
-        network, members = self._shared.network, self._shared.circle.members
+        network, members = self._shared.network, self._shared.subgroup.members
         call = self._shared.collected.setdefault(self._num_collected, {"here": 0, "rows": {}})
         self._num_collected += 1
         work = Work(network, self._rank)
@@ -136,7 +136,7 @@ class Channel:
 
     def gather(self, rows: torch.Tensor, row: torch.Tensor) -> Work:
         """Every member's row to every member, in a ring as gloo does it."""
-        network, members = self._shared.network, self._shared.circle.members
+        network, members = self._shared.network, self._shared.subgroup.members
         call = self._shared.collected.setdefault(self._num_collected, {"ends": [], "rows": {}})
         self._num_collected += 1
         work = Work(network, self._rank)
@@ -154,7 +154,7 @@ class Channel:
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         """From the first member by a binomial tree, as gloo does it."""
         assert source == 0
-        network, members = self._shared.network, self._shared.circle.members
+        network, members = self._shared.network, self._shared.subgroup.members
         call = self._shared.told.setdefault(self._num_told, {"waiting": {}, "data": None})
         self._num_told += 1
         work = Work(network, self._rank)
@@ -240,13 +240,13 @@ def hosts_of(ranks: int, per_host: int) -> tuple[tuple[int, ...], ...]:
 def open_lanes(network: Network, ranks: int, per_host: int, whom: Sequence[int] | None = None) -> list[SimulatedLane]:
     """Every rank's lane over one tree."""
     tree = ControlTree(hosts_of(ranks, per_host))
-    shared = {circle: SharedCircle(network, circle) for level in tree.levels for circle in level}
+    shared = {subgroup: SharedSubgroup(network, subgroup) for level in tree.levels for subgroup in level}
     everybody = tuple(range(ranks))
     lanes = []
     for rank in whom or everybody:
-        circles: Any = [(circle, Channel(shared[circle], rank)) for circle in tree.climb(rank)]
-        groups = Groups(rank, ranks, everybody, tree=tree, circles=circles)
+        subgroups: Any = [(subgroup, Channel(shared[subgroup], rank)) for subgroup in tree.climb(rank)]
+        groups = Groups(rank, ranks, everybody, tree=tree, subgroups=subgroups)
         if tree.is_small:
-            groups.first = circles[0][1]
+            groups.first = subgroups[0][1]
         lanes.append(SimulatedLane(network, groups))
     return lanes

@@ -5,6 +5,7 @@ A caller's mistake is a `ValueError` or `TypeError`; these are for faults of pee
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 
@@ -60,6 +61,12 @@ JOIN = (
     "if ranks have unequally many batches, train inside `with sync.join():` on every rank, or let all take equally "
     "many steps"
 )
+
+
+def say(sentence: str) -> None:
+    """Write a line to stderr in one write: the ranks of all hosts often share one terminal."""
+    sys.stderr.write(f"gradsync: {sentence}\n")
+    sys.stderr.flush()
 
 
 def place(rank: int, world_size: int, step: int | None = None, bucket: int | None = None) -> str:

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import re
-import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -28,6 +27,8 @@ def write(path: str | Path, comment: str, table: Table) -> None:
 
 def read(path: str | Path) -> dict[str, Any]:
     """The table of a TOML file."""
+    import tomllib  # a whole parser, for the few who read a file
+
     try:
         return tomllib.loads(files.read(path).decode("utf-8"))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What ranks agree on through a tree of circles is what they agree on in one: same weights, same sentences."""
+"""What ranks agree on through a tree of subgroups is what they agree on in one: same weights, same sentences."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def train(plan: str, weighted: bool) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("hosts", TREES)
 @pytest.mark.parametrize("plan", PLANS)
-def test_replicas_are_equal_and_those_of_one_circle(run: Any, hosts: str, plan: str) -> None:
+def test_replicas_are_equal_and_those_of_one_subgroup(run: Any, hosts: str, plan: str) -> None:
     weighted = plan in ("every step", "accumulate", "int8")
     ranks = len(hosts)
     trained = run(in_a_tree, train, hosts, plan, weighted, ranks=ranks)

@@ -23,21 +23,21 @@ def test_every_rank_is_below_the_root_once(hosts: tuple[tuple[int, ...], ...], f
 
 
 @given(hosts, st.integers(2, 5))
-def test_a_rank_leads_every_circle_but_its_last(hosts: tuple[tuple[int, ...], ...], fan_out: int) -> None:
+def test_a_rank_leads_every_subgroup_but_its_last(hosts: tuple[tuple[int, ...], ...], fan_out: int) -> None:
     tree = ControlTree(hosts, fan_out)
     for rank in range(sum(map(len, hosts))):
         climbed = tree.climb(rank)
-        assert all(rank in circle.members for circle in climbed)
-        assert all(circle.leader == rank for circle in climbed[:-1])
+        assert all(rank in subgroup.members for subgroup in climbed)
+        assert all(subgroup.leader == rank for subgroup in climbed[:-1])
         assert rank == tree.root or not climbed or climbed[-1].leader != rank
-        assert [circle.level for circle in climbed] == sorted({circle.level for circle in climbed})
+        assert [subgroup.level for subgroup in climbed] == sorted({subgroup.level for subgroup in climbed})
 
 
 @given(hosts, st.integers(2, 5))
-def test_circles_are_small_and_hosts_stay_whole(hosts: tuple[tuple[int, ...], ...], fan_out: int) -> None:
+def test_subgroups_are_small_and_hosts_stay_whole(hosts: tuple[tuple[int, ...], ...], fan_out: int) -> None:
     tree = ControlTree(hosts, fan_out)
-    assert {circle.members for circle in tree.levels[0]} == {host for host in hosts if len(host) > 1}
-    assert all(2 <= len(circle.members) <= fan_out for level in tree.levels[1:] for circle in level)
+    assert {subgroup.members for subgroup in tree.levels[0]} == {host for host in hosts if len(host) > 1}
+    assert all(2 <= len(subgroup.members) <= fan_out for level in tree.levels[1:] for subgroup in level)
 
 
 @pytest.mark.parametrize(("ranks", "per_host"), [(8, 8), (1024, 8), (16384, 8), (16384, 1)])
@@ -45,16 +45,16 @@ def test_the_way_up_is_as_long_as_the_logarithm(ranks: int, per_host: int) -> No
     tree = ControlTree(tuple(tuple(range(at, at + per_host)) for at in range(0, ranks, per_host)))
     num_hosts = ranks // per_host
     assert tree.depth == (per_host > 1) + math.ceil(math.log(max(num_hosts, 1), FAN_OUT) - 1e-9)
-    most = max(sum(len(circle.members) - 1 for circle in tree.climb(rank)) for rank in range(ranks))
+    most = max(sum(len(subgroup.members) - 1 for subgroup in tree.climb(rank)) for rank in range(ranks))
     assert most <= MAX_LOCAL + FAN_OUT * tree.depth
 
 
 def test_a_host_of_very_many_ranks_is_cut() -> None:
     tree = ControlTree((tuple(range(200)),))
-    assert all(len(circle.members) <= MAX_LOCAL for circle in tree.levels[0])
+    assert all(len(subgroup.members) <= MAX_LOCAL for subgroup in tree.levels[0])
     assert sorted(tree.below(0, len(tree.levels))) == list(range(200))
 
 
-def test_a_circle_of_one_is_refused() -> None:
+def test_a_subgroup_of_one_is_refused() -> None:
     with pytest.raises(ValueError, match="fan_out=1"):
         ControlTree(((0,), (1,)), 1)

@@ -30,5 +30,5 @@ def test_the_map_has_every_room() -> None:
 def test_the_glossary_names_a_word_once() -> None:
     _, _, glossary = read("CONTRIBUTING.md").partition("## Glossary")
     nouns = re.findall(r"^\| ([\w-]+) \| .+ \| `.+` \|$", glossary, re.MULTILINE)
-    assert len(nouns) >= 25
+    assert 25 <= len(nouns) <= 28, "a noun that a PyTorch engineer knows anyway needs no line"
     assert len(nouns) == len(set(nouns))

@@ -728,6 +728,32 @@ def test_another_callback_that_raises_cuts_nothing_short(run: Ranks) -> None:
     assert run(quietly, interrupt_the_end) == applied(0, 1, 2, 3)
 
 
+def said(inside: bool) -> list[str]:
+    """What a rank hears of a backward that raised, where step() is called in the `except` block or after it."""
+    run = Run()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in range(3):
+            run.model.armed = MIDDLE if (run.rank, batch) == (1, 1) else ""
+            try:
+                run.model(run.x(batch)).backward()
+            except ArithmeticError:
+                if inside:
+                    run.step()
+                    continue
+            run.step()
+    run.sync.detach()
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_all_hear_which_rank_raised_and_only_that_one_may_hear_what(inside: bool, run: Ranks) -> None:
+    [first], [second] = run(said, inside)
+    what = " (ArithmeticError: a user's own exception)" if inside else ""
+    assert first == "[rank 0/2 step 1] backward did not finish on rank 1: the batch is skipped on every rank"
+    assert second == f"[rank 1/2 step 1] backward did not finish on rank 1{what}: the batch is skipped on every rank"
+
+
 # When it does not stop
 
 

@@ -16,6 +16,7 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsync as gs
+from gradsync.plan.paces import Pace
 from models import mlp
 from yardstick import assert_replicas_equal
 
@@ -108,6 +109,31 @@ def test_a_scale_that_overflows_comes_down_though_all_skip(pace: str, run: Calla
     assert scales == others
     assert skipped > 1
     assert min(scales) == 2.0 ** (127 - skipped)
+
+
+def scaler_unknown(pace: Pace) -> str:
+    model, optimizer, scaler = _model()
+    sync = gs.attach(model, optimizer, gs.Plan(pace=pace))
+    scaler.scale(_loss(model, 0)).backward()
+    try:
+        scaler.step(optimizer)
+    except AssertionError as error:
+        return str(error)
+    finally:
+        sync.detach()
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("pace", "said"), [(gs.every_step(), ""), (gs.accumulate(2), "No inf"), (gs.delayed(1), "No inf")]
+)
+def test_a_scaler_that_attach_does_not_know_ends_in_torchs_own_sentence(
+    pace: Pace, said: str, run: Callable[..., Any]
+) -> None:
+    """As docs/choosing.md and docs/limits.md say: torch asks before our hook is called."""
+    for each in run(scaler_unknown, pace):
+        assert each.startswith(said)
+        assert bool(each) == bool(said)
 
 
 def delayed_unasked(asks: bool) -> list[torch.Tensor]:

@@ -53,7 +53,7 @@ def train(
 
     `after` is what a rank does with an error before it exits: nothing, detach or destroy the groups; after an
     error named `stall_after` it stays. `remote`: every rank has a host of its own; `hosts`: one of so many, of which
-    `fan_out` are in a circle. The rank `poisoned` meets a NaN in the fault's step.
+    `fan_out` are in a subgroup. The rank `poisoned` meets a NaN in the fault's step.
     """
     journal = Journal(folder / f"rank-{rank}.jsonl")
     torch.set_num_threads(1)

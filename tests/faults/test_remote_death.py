@@ -43,7 +43,7 @@ def test_a_rank_of_another_host_that_ends_is_named(play: Play, survivors: Surviv
 
 @pytest.mark.parametrize(
     "faults",
-    # 0 ─┬─ 1      every circle has two members
+    # 0 ─┬─ 1      every subgroup has two members
     #    └─ 2 ─┬─ 3
     #          └─ 4 ── 5
     [[(2, "kill"), (4, "stop")], [(0, "stop"), (2, "stop")], [(0, "kill"), (5, "kill")]],

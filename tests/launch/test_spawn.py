@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -24,6 +25,7 @@ import torch.distributed as dist
 
 import gradsync as gs
 from gradsync.launch.spawn import RankFailed, RankPool
+from gradsync.transport.host_meeting import GroupMeeting
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +82,13 @@ def leave_each_in_its_way() -> str:
     if dist.get_rank() == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     return "stayed"
+
+
+def attach_where_one_is_killed() -> None:
+    if dist.get_rank() == 1:
+        GroupMeeting._hold = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    model = torch.nn.Linear(2, 2)
+    gs.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def wait_for_ever_in_a_named_place() -> None:
@@ -270,6 +279,14 @@ def test_ranks_that_end_are_named_with_how(start: str, warm: ForkServerContext) 
     assert (first.ok, first.value, first.text) == (True, "stayed", "returned")
     assert (second.ok, second.text) == (False, "the process exited with code 3")
     assert (third.ok, third.text) == (False, "the process was killed by SIGKILL")
+
+
+def test_a_rank_killed_before_it_has_met_the_others_is_named(ranks: RankPool) -> None:
+    """Nothing of it stands in the store; they would wait for it until the pool ends them."""
+    first, second, third = ranks.outcomes(attach_where_one_is_killed)
+    assert second.text == "the process was killed by SIGKILL"
+    for outcome in [first, third]:  # the last to notice may find another ended that had noticed before
+        assert re.search(r"PeerLost: .* of ranks? (0 and )?1( and 2)? ended before all had met", outcome.text)
 
 
 @pytest.mark.timeout(60)

@@ -72,25 +72,39 @@ def test_ranks_that_scale_differently_find_out(run: Callable[..., Any]) -> None:
     run(unlike_scales)
 
 
-def skip_a_step_that_is_owed() -> None:
+def skip_a_step_that_the_others_take(changes: bool) -> float:
     scaler = GradScaler("cpu", init_scale=2.0)
     model, optimizer, sync = scalar(1, scaler=scaler)
-    scaler.scale(model(1.0)).backward()
-    assert sync.mid_window
-    loss = model(1.0)
-    if dist.get_rank() == 1:
-        with pytest.raises(ArithmeticError, match="a user's own exception"):
-            scaler.scale(Raises.apply(loss) + 0 * model.other).backward()
-        with pytest.raises(gs.GradSyncError, match="after a backward that raised too"):
-            model(1.0)
-    else:
-        scaler.scale(loss).backward()
+    for step in range(4):
+        loss = model(2.0**step)
+        raises = step == 1 and dist.get_rank() == 1
+        try:
+            scaler.scale(Raises.apply(loss) + 0 * model.other if raises else loss).backward()
+        except ArithmeticError:
+            continue
         scaler.step(optimizer)
-        assert model.weight.item() == -1
+        scaler.update(4.0 if changes and step == 1 else None)
+        optimizer.zero_grad()
+    while sync.drain():
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    sync.detach()
+    return model.weight.item()
 
 
-def test_a_rank_cannot_skip_a_scaled_step_that_the_others_take(run: Callable[..., Any]) -> None:
-    run(skip_a_step_that_is_owed)
+@pytest.mark.filterwarnings("ignore:.*the batch is skipped")
+def test_a_rank_may_skip_a_scaled_step_that_the_others_take(run: Callable[..., Any]) -> None:
+    assert run(skip_a_step_that_the_others_take, False) == [-(1.0 + 4 + 8)] * 2
+
+
+def change_the_scale_meanwhile() -> None:
+    with pytest.raises(gs.Disagreement, match="GradScaler of rank 1 has scale 2 and that of rank 0 4"):
+        skip_a_step_that_the_others_take(changes=True)
+
+
+def test_a_scale_that_changes_while_a_rank_is_behind_is_told(run: Callable[..., Any]) -> None:
+    run(change_the_scale_meanwhile)
 
 
 def test_what_is_no_scaler_is_refused(run: Callable[..., Any]) -> None:

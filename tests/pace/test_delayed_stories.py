@@ -13,7 +13,7 @@ from delayed_runs import backward, scalar, step_and_zero, train
 from torch import nn
 
 import gradsync as gs
-from models import Raises, Scalar
+from models import Raises, Scalar, Trapped
 
 
 def abort(at: int, steps_after: bool, drains_at_once: bool) -> float:
@@ -49,6 +49,88 @@ def test_a_backward_that_raised_is_dropped_everywhere_and_nothing_else(
 
 def test_after_a_backward_that_raised_drain_applies_the_rest(run: Callable[..., Any]) -> None:
     assert run(abort, 4, False, True) == [-(1.0 + 2 + 4 + 8)] * 2
+
+
+def raise_often(k: int) -> list[str]:
+    """Replicas are compared in every step, and one is behind after each batch that raised there."""
+    model = Trapped()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    sync = gs.attach(model, optimizer, gs.Plan(pace=gs.delayed(k)), guard=gs.Guard(drift="raise"))
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for step in range(40):
+            model.armed = step % 7 == 3 and dist.get_rank() == step % 2
+            try:
+                backward(model, step)
+            except ArithmeticError:
+                continue
+            step_and_zero(optimizer)
+    sync.detach()
+    return [str(each.message) for each in heard if "the batch is skipped" not in str(each.message)]
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_replica_that_is_behind_has_not_drifted(k: int, run: Callable[..., Any]) -> None:
+    assert run(raise_often, k) == [[], []]
+
+
+def drift_after_raising() -> str:
+    model, optimizer, sync = scalar(1)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for step in range(80):
+            loss = model(1.0)
+            try:
+                (Raises.apply(loss) + 0 * model.other if step == 3 and dist.get_rank() == 1 else loss).backward()
+            except ArithmeticError:
+                continue
+            step_and_zero(optimizer)
+            if step == 10 and dist.get_rank() == 1:
+                model.weight.data.add_(1.0)
+    sync.detach()
+    return " ".join(str(each.message) for each in heard)
+
+
+def test_and_one_that_has_caught_up_is_compared_again(run: Callable[..., Any]) -> None:
+    for said in run(drift_after_raising):
+        assert 'parameter "weight"' in said
+
+
+def fall_behind(what: str) -> tuple[float, list[str]]:
+    """Rank 1's last batch raises: what it has not applied yet must not be lost in silence."""
+    model, optimizer, sync = scalar(1)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for step in range(3):
+            loss = model(2.0**step)
+            try:
+                (Raises.apply(loss) + 0 * model.other if step == 2 and dist.get_rank() == 1 else loss).backward()
+            except ArithmeticError:
+                continue
+            step_and_zero(optimizer)
+        if what == "drain":
+            while sync.drain():
+                step_and_zero(optimizer)
+        elif what == "broadcast":
+            sync.broadcast()
+        elif what == "save":
+            sync.load_state_dict(sync.state_dict())
+            sync.broadcast()
+        while what != "detach" and sync.drain():
+            step_and_zero(optimizer)
+        sync.detach()
+    return model.weight.item(), [str(each.message) for each in heard if "do not hold yet" in str(each.message)]
+
+
+def test_who_is_behind_is_told_or_catches_up(run: Callable[..., Any]) -> None:
+    assert run(fall_behind, "drain") == run(fall_behind, "broadcast") == [(-3.0, [])] * 2
+    (first, nothing), (second, [said]) = run(fall_behind, "detach")
+    assert (first, second, nothing) == (-3.0, -1.0, [])
+    assert said.startswith("[rank 1/2 ")
+    assert said.endswith("call drain() before detach()")
+    (first, nothing), (second, [said]) = run(fall_behind, "save")
+    assert (first, second, nothing) == (-3.0, -3.0, [])
+    assert said.endswith("save 1 or more batches later, or resume from another rank's weights")
 
 
 def nonfinite(policy: Literal["skip", "raise"], resumes: bool) -> tuple[float, int, str]:

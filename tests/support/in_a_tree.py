@@ -14,7 +14,7 @@ HOSTS = {1: "a", 2: "ab", 3: "aab", 4: "aabb"}  # by the number of ranks: the ho
 
 
 def in_a_tree(fn: Callable[..., Any], hosts: str, *args: Any) -> Any:
-    """`fn(*args)` where each rank is on its host of these, two of them in a circle."""
+    """`fn(*args)` where each rank is on its host of these, two of them in a subgroup."""
     before, control_tree.FAN_OUT = control_tree.FAN_OUT, 2
     declare_host(hosts[dist.get_rank()])
     try:

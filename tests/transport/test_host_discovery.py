@@ -13,7 +13,7 @@ from gradsync.errors import PeerLost, SyncTimeout
 from gradsync.transport.store_tree import BLOCK
 
 MOST_ROUNDS = 12  # at 1024 ranks
-# Of one rank, whatever the size of the group: its block's part and two values for all; a first rank's circle too.
+# Of one rank, whatever the size of the group: its block's part and two values for all; a first rank's subgroup too.
 MOST_REQUESTS = 32
 
 LAYOUTS: dict[str, Callable[[int, int], str]] = {

@@ -1,7 +1,7 @@
 """Nobody assigns another object's attribute: who reads a class sees all that its state can become.
 
-A function may fill in an object that it has just made, and a module what its own classes declare: a record may stand
-beside the class that keeps it. All else goes through a verb of the owner.
+A function may fill in an object that it has just made, by calling its class, and a module what its own classes declare:
+a record may stand beside the class that keeps it. All else goes through a verb of the owner.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 import gradsync
 
@@ -58,8 +60,14 @@ def test_nobody_assigns_anothers_attribute() -> None:
 
 
 def test_foreign_assignments_are_seen() -> None:
-    text = "def f(a, b):\n    a.x = 1\n    a.b.y += 1\n    (c := b).z, d = 1, 2\n    made = Made()\n    made.x = 1\n"
-    assert list(foreign("m.py", text)) == ["2 a.x", "3 a.b.y", "4 (c := b).z"]
+    text = "def f(a, b):\n    a.x = 1\n    a.b.y += 1\n    (c := b).z, d = 1, 2\n    found = find()\n    found.x &= 1\n"
+    assert list(foreign("m.py", text)) == ["2 a.x", "3 a.b.y", "4 (c := b).z", "6 found.x"]
+
+
+@pytest.mark.parametrize("call", ["Made()", "a._Made(1)", "type(a)(1)", "cls()", "Made.__new__(Made)"])
+def test_who_has_made_an_object_may_fill_it_in_once(call: str) -> None:
+    assert not list(foreign("m.py", f"def f(cls, a):\n    made = {call}\n    made.x = 1\n"))
+    assert list(foreign("m.py", f"def f(cls, a):\n    made = {call}\n    made.x |= 1\n")) == ["3 made.x"]
 
 
 def test_a_module_may_write_what_it_declares() -> None:
@@ -73,9 +81,11 @@ def foreign(name: str, text: str) -> Iterator[str]:
     declared = set(OTHERS) | set(_declared(tree))
     for scope in [tree, *(node for node in ast.walk(tree) if isinstance(node, FUNCTIONS))]:
         made = set(_made(scope))
+        changed = {id(node.target) for node in _inside(scope) if isinstance(node, ast.AugAssign)}
         for target in _targets(scope):
             owner = target.value
-            local = isinstance(owner, ast.Name) and owner.id in made | {"self", "cls"}
+            own = {"self", "cls"} if id(target) in changed else made | {"self", "cls"}
+            local = isinstance(owner, ast.Name) and owner.id in own
             last = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
             if not local and target.attr not in declared and (name, last) not in PLACES:
                 yield f"{target.lineno} {ast.unparse(target)}"
@@ -95,10 +105,18 @@ def _targets(scope: ast.AST) -> Iterator[ast.Attribute]:
 
 
 def _made(scope: ast.AST) -> Iterator[str]:
-    """Names that this scope binds to what a call has just made."""
+    """Names that this scope binds to an object that it makes there; what else a call returns is somebody's."""
     for node in _inside(scope):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and _makes(node.value.func):
             yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+
+
+def _makes(called: ast.expr) -> bool:
+    """Whether this is a class: by its capital, or `type(…)`, `cls` and `__new__`."""
+    if isinstance(called, ast.Call):
+        return ast.unparse(called.func) == "type"
+    name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+    return name in ("cls", "__new__") or name.lstrip("_")[:1].isupper()
 
 
 def _declared(tree: ast.AST) -> Iterator[str]:

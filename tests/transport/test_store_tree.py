@@ -45,7 +45,7 @@ def test_everybody_hears_what_all_say_in_the_order_of_ranks(size: int, block: in
     assert [rank for tree in trees if tree.block.leader == tree.rank for rank in tree.block.members] == list(
         range(size)
     )
-    assert all(len(circle.members) <= block for tree in trees for circle in tree.circles)
+    assert all(len(subgroup.members) <= block for tree in trees for subgroup in tree.subgroups)
     says = {tree.rank: [tree.rank] if from_level == 0 else list(tree.block.members) for tree in trees}
     walks = {
         tree.rank: tree.merge("x", json.dumps(says[tree.rank]).encode(), chained, from_level=from_level)

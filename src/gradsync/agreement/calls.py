@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import enum
 
-from gradsync.agreement.header import CALL, Flag, Head, Headers
-from gradsync.agreement.header_exchange import HeaderExchange
+from gradsync.agreement.header import CALL, Flag, Head, HeaderExchange, Headers
 from gradsync.errors import JOIN, Disagreement
 from gradsync.transport.lane import Lane
 

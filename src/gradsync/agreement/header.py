@@ -27,6 +27,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from gradsync.transport.lane import Lane
+
 _HEAD = struct.Struct("<qQdiiiI8siqQ8sdi")
 _SUMS = struct.Struct("<dqII")  # total weight, number of ranks, flags, notes
 _SUM = struct.Struct("<dq")  # of these, what adds up
@@ -246,3 +248,31 @@ def merged(rows: torch.Tensor) -> torch.Tensor:
         weight, count = weight + more_weight, count + more
     row[:_UNIONS_AT] = np.frombuffer(_SUM.pack(weight, count), dtype=np.uint8)
     return torch.from_numpy(row)
+
+
+class HeaderExchange:
+    """Headers under way."""
+
+    def __init__(self, lane: Lane, head: Head, marks: bytes | bytearray, alike: int = 0) -> None:
+        """Start it; `alike` are more fields in which ranks must not differ without their being named."""
+        self._lane = lane
+        self._row = pack_header(head, marks)
+        self._alike = alike
+        self.pending = lane.merge_all(self._row, merged, "the step header")
+
+    def receive(self, timeout: float | None = None) -> Headers:
+        """Wait until every rank's is here; where somebody is to be named, each by itself."""
+        self._lane.wait(self.pending, timeout)
+        headers = Headers(self.pending.rows)
+        assert headers.size == self._lane.groups.size, "every rank's header is in it once"
+        return self._fetch() if headers.needs_names(self._alike) and not headers.whole else headers
+
+    def receive_all(self) -> Headers:
+        """Wait for every rank's own, unless all said the same."""
+        headers = self.receive()
+        return headers if headers.whole or not headers.differ_in(ALL_FIELDS) else self._fetch()
+
+    def _fetch(self) -> Headers:
+        """Every rank's own; all ranks come to this at once."""
+        rows = self._lane.exchange(bytes(self._row.numpy()), "the headers of all ranks")
+        return Headers(torch.stack([torch.frombuffer(bytearray(row), dtype=torch.uint8) for row in rows]))

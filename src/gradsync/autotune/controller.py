@@ -34,7 +34,7 @@ import torch
 from gradsync.agreement.calls import Call
 from gradsync.agreement.documents import share
 from gradsync.autotune import saved_choice
-from gradsync.autotune.decide import Decision, decide, describe_miss, gather, is_off, probe_links, say
+from gradsync.autotune.decide import Decision, decide, describe_miss, gather, is_off, probe_links
 from gradsync.autotune.profiling import Timing, devices_of
 from gradsync.autotune.saved_choice import SavedChoice
 from gradsync.autotune.stopwatch import Stopwatch, clock_for
@@ -42,7 +42,7 @@ from gradsync.engine.assemble import Builder
 from gradsync.engine.listeners import moments_of
 from gradsync.engine.loop import StepLoop
 from gradsync.engine.several_models import chooses
-from gradsync.errors import Disagreement, listed
+from gradsync.errors import Disagreement, listed, say
 from gradsync.plan.auto import PROFILING, Auto
 from gradsync.plan.sync_plan import Plan
 from gradsync.trace.lines import PlanChoice

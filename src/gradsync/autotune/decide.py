@@ -6,7 +6,6 @@ says in its log what was chosen and why, and keeps what it was chosen from for `
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from gradsync.autotune.profiling import Timing, join, pack, unpack
 from gradsync.autotune.stopwatch import Stopwatch
 from gradsync.cluster import Cluster
 from gradsync.engine.bucket import GradEntry
-from gradsync.errors import listed
+from gradsync.errors import listed, say
 from gradsync.plan.auto import Allowed
 from gradsync.plan.sync_plan import Plan
 from gradsync.planner.prediction import Prediction
@@ -31,12 +30,6 @@ from gradsync.transport.lane import Lane
 from gradsync.units import show_seconds
 
 _TOLERANCE = 0.25  # by which a measured step may be off the predicted one
-
-
-def say(sentence: str) -> None:
-    """Write a line to stderr in one write: the ranks of all hosts often share one terminal."""
-    sys.stderr.write(f"gradsync: {sentence}\n")
-    sys.stderr.flush()
 
 
 def describe_choice(chosen: Prediction, default: Prediction, step: int, calibrated: bool) -> str:

@@ -140,6 +140,11 @@ def check_compressor(what: str, value: object) -> None:
     raise TypeError(f"{what} one of {', '.join(SPELLINGS.values())}, got {value!r}{hint}")
 
 
+def hint_for(value: object) -> str:
+    """What was meant by who passed a compressor where a plan goes; "" if this is none."""
+    return " (did you mean gs.Plan(compress=...)?)" if isinstance(value, Compressor) else ""
+
+
 def check_inner(what: str, value: object) -> None:
     """Refuse a wrapper around nothing."""
     if value is None:

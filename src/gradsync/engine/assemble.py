@@ -36,8 +36,9 @@ from gradsync.pace.contract import Pace, PaceContext
 from gradsync.pace.delayed import DelayedPace
 from gradsync.pace.diloco import DiLoCoPace
 from gradsync.pace.gossip import GossipPace
+from gradsync.pace.learning_rates import LearningRates
 from gradsync.pace.local_sgd import LocalSGDPace
-from gradsync.pace.window import LearningRates, WindowPace
+from gradsync.pace.window import WindowPace
 from gradsync.plan import paces
 from gradsync.plan.guard import Guard
 from gradsync.plan.paces import Accumulate, Delayed, EveryStep, LocalSGD

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,6 @@ from torch.optim import Optimizer
 
 from gradsync.agreement.outcome import HealthLog
 from gradsync.algorithms.builtin import native
-from gradsync.autotune.controller import Controller
-from gradsync.autotune.decide import say
 from gradsync.drift.monitor import DriftMonitor
 from gradsync.engine.assemble import Builder, check_hooked, check_pace
 from gradsync.engine.handle import GradSync
@@ -30,12 +28,15 @@ from gradsync.engine.parameters import Inventory, take_inventory
 from gradsync.engine.replicas import Buffers, broadcast_optimizer, broadcast_tensors
 from gradsync.engine.trace_step import Tracing, agree_on_trace, open_tracer, wanted
 from gradsync.engine.user_hooks import hooked
-from gradsync.errors import Disagreement
+from gradsync.errors import Disagreement, say
 from gradsync.plan.auto import PROFILING, Auto
 from gradsync.plan.guard import Guard
 from gradsync.plan.paces import Accumulate, every_step
 from gradsync.plan.sync_plan import Plan, not_a_plan
 from gradsync.transport.lane import Lane
+
+if TYPE_CHECKING:
+    from gradsync.autotune.controller import Controller
 
 NOTICE = (
     "GRADSYNC_DISABLE is set: gradients are averaged exactly in every step, by the process group's own all-reduce, "
@@ -88,8 +89,7 @@ def attach(
         guard: Bounds on waits, what a NaN does, and replicas that differ; see `Guard`.
         scaler: The GradScaler of mixed precision. It then bears steps without gradients (in windows, when all ranks
             dropped one), `delayed(k)` works with it, and ranks whose scales differ are named.
-        trace: A folder: every rank writes there what each step did, for `gradsync report` and `gradsync
-        drift_monitor`. None:
+        trace: A folder: every rank writes there what each step did, for `gradsync report` and `gradsync watch`. None:
             that of the environment variable GRADSYNC_TRACE, if there is one.
     """
     saved = plan.save if isinstance(plan, Auto) else None
@@ -142,8 +142,8 @@ def attach_engine(
     terms: dict[str, Any] = {"buffers": buffers}
     terms |= {"nonfinite": guard.nonfinite, "max_skips": guard.max_skips, "drift": guard.drift}
     terms |= {} if auto is None else {"auto": auto.canonical()}
-    travelling = Buffers(inventory.buffers, kept=buffers == "broadcast")
-    travelling.kept &= size > 1  # one rank alone is equal to itself
+    # One rank alone is equal to itself.
+    travelling = Buffers(inventory.buffers, kept=buffers == "broadcast" and size > 1)
     health_log = HealthLog(guard.max_skips)
     drift_monitor = DriftMonitor(inventory.entries, optimizers, scaler, guard, health_log, size)
     builder = Builder(
@@ -174,11 +174,14 @@ def _open_trace(sync: GradSync, steps: StepLoop, folder: Path | None) -> None:
     if folder is None:
         return
     tracer = open_tracer(folder, lane, steps.synchronization.entries, steps.plan.canonical(), "gradsync", run_id)
-    tracer.stats = sync.stats
+    tracer.ask(sync.stats)
     steps.trace(Tracing(tracer, lane, together))
 
 
 def _open_controller(auto: Auto, steps: StepLoop, builder: Builder, name: str) -> Controller:
+    # It brings the prober and more; who does not ask for `gs.auto()` need not wait for them at import.
+    from gradsync.autotune.controller import Controller
+
     try:
         controller = Controller(auto, steps, builder, name)
     except BaseException:

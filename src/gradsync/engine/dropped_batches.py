@@ -102,7 +102,7 @@ class DroppedBatches:
         """Whether the batch that raised just now will come to nothing on every rank, though they were not told yet."""
         backward = self._steps.backward
         aborted = backward is not None and backward.raised and (backward.fired or backward.accumulates)
-        return self._steps.pace.engine_averages and (aborted or self._forward_raised)
+        return not self._steps.pace.replicas_differ and (aborted or self._forward_raised)
 
     @property
     def _forward_raised(self) -> bool:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch.amp import GradScaler
@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from gradsync.agreement.calls import Call
 from gradsync.agreement.header import Flag
-from gradsync.autotune.controller import Controller
 from gradsync.checkpoint.collect import StateCollector
 from gradsync.engine import several_models
 from gradsync.engine.exit_notice import ExitNotice
@@ -28,6 +27,9 @@ from gradsync.errors import Disagreement, GradSyncError
 from gradsync.plan import paces
 from gradsync.plan.sync_plan import Plan
 from gradsync.transport.lane import Lane
+
+if TYPE_CHECKING:
+    from gradsync.autotune.controller import Controller
 
 _MAX_WEIGHT = 1e30
 T = TypeVar("T")

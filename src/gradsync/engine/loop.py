@@ -56,9 +56,7 @@ class StepLoop(LoopControls, HookListener):
         self.step_counts = StepCounts(optimizers)
         kept = engine.synchronization.buffers.kept
         self._model_changes = ModelChanges(model, self._entries, ignored, kept, lambda: self.lane.place())
-        self.user_hooks = UserHooks(
-            self._entries, lambda: self.pace.hooks_ran(), lambda name: check_hooked(self.plan, [name])
-        )
+        self.user_hooks = UserHooks(self._entries, lambda name: check_hooked(self.plan, [name]))
         self._lock = threading.Lock()  # autograd has a thread per device, and each may bring the first gradient
         # One rank alone has nothing to hear of: it costs nothing.
         self._hooks = Hooks(self, model, optimizers, self.user_hooks, self.dropped_batches) if listens else None
@@ -130,7 +128,6 @@ class StepLoop(LoopControls, HookListener):
     def after_step(self, optimizer: Optimizer, closure: bool) -> None:
         """`optimizer.step()` has run."""
         if self.user_hooks.delivering:
-            self.pace.stepped_by_hook(optimizer)
             return
         for tell in self.listeners.optimizer_ends:
             tell()

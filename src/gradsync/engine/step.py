@@ -28,8 +28,7 @@ from collections.abc import Iterator
 
 from gradsync.agreement.attach_check import check_order
 from gradsync.agreement.calls import check_same_call
-from gradsync.agreement.header import NO_DIGEST, ORDER, Flag, Head, Headers, Mark
-from gradsync.agreement.header_exchange import HeaderExchange
+from gradsync.agreement.header import CALL, NO_DIGEST, ORDER, Flag, Head, HeaderExchange, Headers, Mark
 from gradsync.agreement.outcome import HealthLog, Outcome, spoiled, step_outcome
 from gradsync.agreement.same_step import check_headers
 from gradsync.engine.bucket import Bucket, GradEntry
@@ -293,8 +292,8 @@ class Synchronization:
             tell()
         headers = header.receive()
         # Before anything else is waited for: a rank in another call, or astray, will never send a bucket.
-        check_same_call(headers, self.lane.groups.ranks)
-        if headers.differ_in(ORDER):
+        if headers.differ_in(CALL | ORDER):
+            check_same_call(headers, self.lane.groups.ranks)
             check_headers(headers, self._names, self.lane.groups.ranks)  # another step or layout says more
             check_order(self.lane, headers, [bucket.describe() for bucket in self._leaving()], self.health_log)
         return headers

@@ -98,12 +98,12 @@ class ParameterHooks(OrderedDict[int, Hook]):
 class UserHooks:
     """The user's hooks on one model's parameters."""
 
-    def __init__(self, entries: Sequence[GradEntry], ran: Callable[[], None], check: Callable[[str], None]) -> None:
-        """`ran` is told when they have been called; `check` raises where one of that parameter cannot be served."""
+    def __init__(self, entries: Sequence[GradEntry], check: Callable[[str], None]) -> None:
+        """`check` raises where a hook of the parameter of this name cannot be served."""
         self.delivering = False  # inside a user's hook
         self.by_parameter: dict[int, OrderedDict[int, Hook]] = {}  # of those that had any, by index
         self._brought = b""  # not 0 for parameters of which a gradient has come, and hooks have not been called
-        self._ran, self._check = ran, check
+        self._check = check
         self._entries = entries
 
     def take_over(self, entry: GradEntry) -> None:
@@ -153,7 +153,6 @@ class UserHooks:
                         _call_all(self.by_parameter[index], param)
         finally:
             self.delivering = False
-        self._ran()
 
     def note(self, index: int) -> None:
         """A hook is added to this parameter."""

@@ -110,7 +110,6 @@ def observe_together(
         tracing = Tracing(tracer, lane, everywhere, sockets)
     observer = Observer(ddp, entries, guard, lane)  # last: from here on it is called
     if tracing is not None:
-        tracer.stats = observer.stats
         observer.trace(tracing)
     return observer
 

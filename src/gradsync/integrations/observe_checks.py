@@ -18,8 +18,7 @@ from collections.abc import Callable
 import torch
 from torch.optim import Optimizer
 
-from gradsync.agreement.header import Head
-from gradsync.agreement.header_exchange import HeaderExchange
+from gradsync.agreement.header import Head, HeaderExchange
 from gradsync.agreement.outcome import HealthLog, nonfinite
 from gradsync.drift.monitor import DriftMonitor
 from gradsync.engine.bucket import GradEntry

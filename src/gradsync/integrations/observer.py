@@ -107,6 +107,7 @@ class Observer(HookListener):
     def trace(self, tracing: Tracing) -> None:
         """Write down every moment from now on."""
         self._tracing = tracing
+        tracing.tracer.ask(self.stats)
         self._recorder.tell(tracing.tracer.waited)
         if self._checks is not None:
             self._checks.health_log.listen(tracing.tracer.health)

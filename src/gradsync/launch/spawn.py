@@ -38,6 +38,7 @@ from torch._C._distributed_c10d import FileStore
 from gradsync.errors import GradSyncError
 from gradsync.launch.shared_gpus import check_nccl_ranks, take_gpu
 from gradsync.transport.awake_clock import AwakeClock
+from gradsync.transport.host_processes import remember
 
 _HOLD_S = 1.0  # a rank that failed lives on this long, so that peers can read what it sent before
 _ANSWER_S = 5.0  # for the rest of an answer, when its rank has ended
@@ -105,8 +106,9 @@ class RankPool:
         store = str(Path(self._folder.name) / f"store-{self._runs}")
         threads = self._threads or max(1, (os.cpu_count() or 1) // world_size)
         workers = [self._worker(rank) for rank in range(world_size)]
+        pids = [worker.pid for worker in workers]
         for rank, worker in enumerate(workers):
-            worker.send((fn, args, rank, world_size, store, threads, self._nccl, self._env))
+            worker.send((fn, args, rank, pids, store, threads, self._nccl, self._env))
         return self._collect(workers, timeout)
 
     def pids(self) -> list[int]:
@@ -356,13 +358,14 @@ def _run(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     rank: int,
-    world_size: int,
+    pids: list[int],
     store: str,
     threads: int,
     nccl: bool,
     env: dict[str, str],
 ) -> tuple[bool, Any, str]:
     torch.set_num_threads(threads)
+    world_size = len(pids)
     os.environ.update(env)
     try:
         if dist.is_initialized():
@@ -380,6 +383,9 @@ def _run(
             world_size=world_size,
             timeout=timedelta(seconds=60),
         )
+        # While all are there: who is killed before it has met the others in `attach` is named by them at once.
+        for other, pid in enumerate(pids):
+            remember(other, pid)
         # Nobody may be done, and close its connections, before everybody has them.
         dist.barrier()
         value = fn(*args)

@@ -14,8 +14,17 @@ from typing import NamedTuple
 import torch
 
 from gradsync.agreement.calls import Call, check_same_call
-from gradsync.agreement.header import ALIKE, ALIKE_IN_SCALE, NO_REPLICA_DIGEST, Flag, Head, Headers, Mark, Note
-from gradsync.agreement.header_exchange import HeaderExchange
+from gradsync.agreement.header import (
+    ALIKE,
+    ALIKE_IN_SCALE,
+    NO_REPLICA_DIGEST,
+    Flag,
+    Head,
+    HeaderExchange,
+    Headers,
+    Mark,
+    Note,
+)
 from gradsync.agreement.outcome import Found, Outcome, spoiled, step_outcome
 from gradsync.errors import Disagreement, NonFinite, listed
 from gradsync.exchange.flat_sets import FlatPart, FlatSet

@@ -135,12 +135,6 @@ class Pace(ABC):
     def after_step(self, optimizer: Optimizer) -> None:  # noqa: B027
         """An optimizer has stepped."""
 
-    def stepped_by_hook(self, optimizer: Optimizer) -> None:  # noqa: B027
-        """A user's hook has stepped it, when gradients were brought."""
-
-    def hooks_ran(self) -> None:  # noqa: B027
-        """All of the users' hooks were called with what was brought; they may have used it up."""
-
     def before_meeting(self, call: Call) -> None:  # noqa: B027
         """All ranks are about to do something together that is not the pace's own: broadcast, load, detach."""
 

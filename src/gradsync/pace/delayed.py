@@ -10,9 +10,15 @@ carries them: k are under way or wait, and the one whose average stands in `.gra
     part of g5 = part of ḡ2: what `zero_grad(set_to_none=False)` left in `.grad` lies where it will travel
 
 Note [A backward that raised]
-    All ranks drop its step, k steps later. But the average that was due after it is applied by the others at once,
-    while this rank's loop has perhaps gone on without `optimizer.step()`: then the step is made up for before the
-    next forward.
+    All ranks drop its average, k steps later. But in the step in which it raised the others apply an older one, while
+    this rank's loop may have left out `optimizer.step()`, its clipping and its scheduler: nobody but the loop can do
+    that step as the others did. So this rank applies nothing then, and is one average behind, until the others have
+    nothing to apply: then its loop does, whatever it does with a gradient, what theirs did before.
+
+        rank 0    ḡ0   ḡ1   ḡ2   —    ḡ4          k = 1; what raised is rank 1's backward 3
+        rank 1    ḡ0   ḡ1   —    ḡ2   ḡ4          its replica is unlike the others' for one step, and then is not
+
+    Meanwhile it announces no digest: a replica that is behind has not drifted.
 
 Note [Buffers are not delayed]
     They are rank 0's after every step, as in `every_step`, so a model with buffers waits for rank 0's backward: an old
@@ -28,6 +34,7 @@ Note [Another loss scale]
 from __future__ import annotations
 
 import sys
+import warnings
 from collections import deque
 from types import FrameType
 
@@ -36,15 +43,17 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from gradsync.agreement.calls import Call
-from gradsync.agreement.header import ALIKE_IN_SCALE, Flag, Mark
+from gradsync.agreement.header import ALIKE_IN_SCALE, NO_REPLICA_DIGEST, Flag, Mark
 from gradsync.errors import GradSyncError, NonFinite
 from gradsync.exchange.flat_sets import FlatPart
 from gradsync.exchange.means import mean_scale
 from gradsync.pace.averages import Average, launch_mean
-from gradsync.pace.contract import Due, Pace, PaceContext, SavedPace, Stats, below, numbers_in_state
+from gradsync.pace.contract import Pace, PaceContext, SavedPace, Stats, below, numbers_in_state
 from gradsync.plan.paces import Delayed
 from gradsync.plan.sync_plan import Combine
 from gradsync.transport.lane import Lane
+
+_SILENT = 2  # launches: after so many at most a digest is in the header
 
 
 class LossScale:
@@ -100,34 +109,19 @@ class DelayedPace(Pace):
         self._loss_scale = LossScale(scaler)
         self._flat_set = context.flat_set(context.parameters, num_flat_parts=pace.k + 1)
         context.lane.tell_several_at_once()  # k headers are under way
-        self._averages: deque[Average] = deque()  # to be applied, oldest first
+        self._waiting: deque[Average] = deque()  # under way or back, oldest first; on every rank the same
+        self._due: deque[Average] = deque()  # to be applied now; more than one: see [A backward that raised]
         self._clock = 0  # backwards, and averages that drain() handed out
         self._has_gradients = self._had_gradients = False  # whether gradients are there that were not launched
         self._filling = False  # nothing was due after the last backward
-        self._missed_step = Due(context.optimizers)  # see [A backward that raised]
         self._num_steps = -1  # since the last launch; -1: a rank may rightly have left one out
-        self._delivered: list[torch.Tensor | None] = []  # the average of that step
+        self._num_silent = 0  # launches that announce no digest
 
     # The way of a step
 
     @property
     def mid_window(self) -> bool:
         return self._filling
-
-    def before_forward(self) -> None:
-        if not self._missed_step:
-            return
-        if self._loss_scale.in_use:
-            raise GradSyncError(
-                f"{self._context.lane.place()} a backward raised, and no step came after it, but the other ranks have "
-                "applied the average that was due: with a GradScaler call scaler.step(optimizer) and scaler.update() "
-                "after a backward that raised too"
-            )
-        self._deliver_again()
-        for optimizer in self._context.optimizers:
-            if self._missed_step.waits_for(optimizer):
-                optimizer.step()
-        self._clear_gradients()
 
     def before_backward(self) -> None:
         self._had_gradients, self._has_gradients = self._has_gradients, True
@@ -139,15 +133,15 @@ class DelayedPace(Pace):
         self._context.buffers.launch(self._context.lane, 0)
         self._launch(aborted)
         self._clock += count
-        self._filling, self.dropped = len(self._averages) <= self._delay, False
+        self._filling = len(self._waiting) <= self._delay
         if not self._filling:
-            self._averages[0].wait(self._context)
+            self._waiting[0].wait(self._context)
         self._context.buffers.finish(self._context.lane)
-        applies = not self._filling and self._deliver()
-        self._num_steps = 0 if applies and not aborted else -1
-        if applies and aborted:
-            self._missed_step.set()
-            self._delivered = [None if param.grad is None else param.grad.clone() for param in self._params]
+        if not self._filling:
+            self._fall_due()
+        self.dropped = not self._filling and (bool(aborted) or not self._due)
+        applies = not aborted and self._deliver()
+        self._num_steps = 0 if applies else -1
         return False
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -157,19 +151,6 @@ class DelayedPace(Pace):
     def after_step(self, optimizer: Optimizer) -> None:
         if self._num_steps >= 0:
             self._num_steps += 1
-        if self._missed_step.done_by(optimizer):
-            self._clear_missed_step()
-
-    def stepped_by_hook(self, optimizer: Optimizer) -> None:
-        if self._missed_step.done_by(optimizer):
-            self._clear_missed_step()
-
-    def hooks_ran(self) -> None:
-        if self._missed_step:
-            pairs = zip(self._params, self._delivered, strict=True)
-            self._delivered = [None if param.grad is None else grad for param, grad in pairs]
-            if all(grad is None for grad in self._delivered):
-                self._clear_missed_step()
 
     def before_meeting(self, call: Call) -> None:
         self.settle()
@@ -180,14 +161,12 @@ class DelayedPace(Pace):
             self.after_backward(1, Flag.NONE)
             if any(param.grad is not None for param in self._params):
                 return True
-        if self._missed_step:
-            self._deliver_again()
-            self._clear_missed_step()
-            return True
         self._filling = False
         self._clear_gradients()
-        while self._averages:
-            self._clock += 1
+        while self._waiting or self._due:
+            if self._waiting:
+                self._clock += 1
+                self._fall_due()
             if self._deliver():
                 return True
         return False
@@ -199,19 +178,18 @@ class DelayedPace(Pace):
         """Send the gradients off, and leave none behind."""
         lane = self._context.lane
         flat_part = self._flat_set.flat_parts[lane.step % len(self._flat_set.flat_parts)]
-        for average in self._averages:
+        for average in (*self._due, *self._waiting):
             average.move_out_of(flat_part, self._context)
         # Without a backward the loss touched no parameter: what stands in `.grad` was handed out before.
         marks = self._fill(flat_part, empty=bool(aborted) or not self._has_gradients)
         self._has_gradients = False
         scale = self._loss_scale.now()
-        replica_digest, _ = self._context.drift_check.announce()
         pending_mean = launch_mean(
             self._context, self._flat_set, flat_part, scale, aborted, clock=self._clock, marks=marks,
-            replica_digest=replica_digest, num_steps=self._num_steps, alike=ALIKE_IN_SCALE,
+            replica_digest=self._announce(), num_steps=self._num_steps, alike=ALIKE_IN_SCALE,
         )  # fmt: skip
         self._context.drift_check.take(pending_mean.number)
-        self._averages.append(Average(flat_part.views, scale, pending_mean))
+        self._waiting.append(Average(flat_part.views, scale, pending_mean))
         self._clear_gradients()
 
     def _fill(self, flat_part: FlatPart, empty: bool) -> bytearray:
@@ -231,38 +209,54 @@ class DelayedPace(Pace):
             flat_bucket.flat.mul_(self._mean_scale)
         return marks
 
-    @torch.no_grad()
-    def _deliver(self) -> bool:
-        """The oldest average becomes `.grad`; False if it came to nothing."""
-        average = self._averages.popleft()
+    def _announce(self) -> bytes:
+        """What the header says of this replica; nothing of one that is behind, or was when it was digested."""
+        replica_digest, _ = self._context.drift_check.announce()
+        silent, self._num_silent = self._num_silent, _SILENT if self._due else max(0, self._num_silent - 1)
+        return NO_REPLICA_DIGEST if silent else replica_digest
+
+    def _fall_due(self) -> None:
+        """The oldest average is to be applied, unless it came to nothing; the same on every rank."""
+        average = self._waiting.popleft()
         average.wait(self._context)
         average.after_drift_check()
-        self.dropped = average.dropped
         if average.found:
             raise NonFinite(f"{self._context.lane.place()} {average.found}; no rank has applied this average")
-        if average.dropped:
+        if not average.dropped:
+            self._due.append(average)
+
+    @torch.no_grad()
+    def _deliver(self) -> bool:
+        """The oldest average that is due becomes `.grad`; False if that is nothing."""
+        if not self._due:
             return False
+        average = self._due.popleft()
         average.rescale(self._loss_scale.now())
         for param, view, used in zip(self._params, average.views, average.used, strict=True):
             param.grad = view if used else None
         return any(average.used)
-
-    def _deliver_again(self) -> None:
-        """Deliver the average again, which the loop has perhaps thrown away with what the backward that raised left."""
-        for param, grad in zip(self._params, self._delivered, strict=True):
-            param.grad = grad
-
-    def _clear_missed_step(self) -> None:
-        self._missed_step.clear()
-        self._delivered = []
 
     def _clear_gradients(self) -> None:
         for param in self._params:
             param.grad = None
 
     def settle(self) -> None:
-        for average in self._averages:
+        for average in self._waiting:
             average.wait(self._context)
+
+    def reset(self) -> None:
+        self._due.clear()
+
+    def close(self, together: bool) -> None:
+        if together and self._due:
+            self._warn_of_being_behind("call drain() before detach()")
+
+    def _warn_of_being_behind(self, way_out: str) -> None:
+        warnings.warn(
+            f"{self._context.lane.place()} a batch raised on this rank, and its weights do not hold yet what the other "
+            f"ranks have applied meanwhile: {way_out}",
+            stacklevel=4,
+        )
 
     # What it stores
 
@@ -270,29 +264,33 @@ class DelayedPace(Pace):
         return self._flat_set.describe(bucket) or super().describe(bucket)
 
     def stats(self) -> Stats:
-        return {"num_waiting": len(self._averages)}
+        return {"num_waiting": len(self._waiting)}
 
     def state(self) -> SavedPace:
         self.settle()
-        waiting, filling = len(self._averages), int(self._filling)
+        if self._due:
+            self._warn_of_being_behind(
+                f"save {self._delay} or more batches later, or resume from another rank's weights"
+            )
+        waiting, filling = len(self._waiting), int(self._filling)
         shared = numbers_in_state("delayed", clock=self._clock, waiting=waiting, filling=filling)
         # As many as there can be, whatever there is: shapes say nothing of values.
         nothing = Average([torch.zeros_like(param.detach()) for param in self._params], 1.0)
-        for slot in range(max(self._delay, len(self._averages))):
-            average = self._averages[slot] if slot < len(self._averages) else nothing
+        for slot in range(max(self._delay, len(self._waiting))):
+            average = self._waiting[slot] if slot < len(self._waiting) else nothing
             for key, tensor in average.state(self._flat_set.names).items():
                 shared[f"delayed.average{slot}.{key}"] = tensor
         return SavedPace(shared, {})
 
     def load(self, saved: SavedPace) -> None:
         self.settle()  # rounds that end later would leave its residual here
-        self._averages.clear()
+        self._waiting.clear()
+        self._due.clear()
         self._flat_set.register()
-        self._clear_missed_step()
         self._has_gradients = False
         self._num_steps = -1
         state = below(saved.shared, "delayed.")
         self._clock = int(state.get("clock", torch.tensor(0, device="cpu")))
         self._filling = bool(state.get("filling", torch.tensor(0, device="cpu")))
         for slot in range(int(state.get("waiting", torch.tensor(0, device="cpu")))):
-            self._averages.append(Average.from_state(below(state, f"average{slot}."), self._context))
+            self._waiting.append(Average.from_state(below(state, f"average{slot}."), self._context))

@@ -17,7 +17,7 @@ from gradsync.algorithms.price import Algorithm
 from gradsync.algorithms.ring import Ring
 from gradsync.algorithms.tree import Tree
 from gradsync.compress import toml
-from gradsync.compress.recipe import Compressor, check_compressor
+from gradsync.compress.recipe import Compressor, check_compressor, hint_for
 from gradsync.plan import paces
 from gradsync.plan.paces import KINDS, AsyncSGD, DiLoCo, Gossip, LocalSGD, OwnPace, Pace, every_step
 
@@ -169,10 +169,8 @@ def not_a_plan(value: object) -> str:
     >>> not_a_plan(3)
     'plan must be a gs.Plan, got 3'
     """
-    hint = ""
-    if isinstance(value, Compressor):
-        hint = " (did you mean gs.Plan(compress=...)?)"
-    elif isinstance(value, Algorithm) and not isinstance(value, type):
+    hint = hint_for(value)
+    if isinstance(value, Algorithm) and not isinstance(value, type):
         hint = " (did you mean gs.Plan(algorithm=...)?)"
     elif _is_pace(value):
         hint = " (did you mean gs.Plan(pace=...)?)"

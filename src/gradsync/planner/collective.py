@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from gradsync.algorithms.builtin import Native, SharedMemory
-from gradsync.algorithms.control_tree import MOST_GATHERED, circle_sizes, hops
+from gradsync.algorithms.control_tree import MOST_GATHERED, hops, subgroup_sizes
 from gradsync.algorithms.halving_doubling import HalvingDoubling
 from gradsync.algorithms.hierarchical import Hierarchical
 from gradsync.algorithms.price import LOOPBACK, MEMORY, Algorithm, price
@@ -228,7 +228,7 @@ class Collectives:
         else:
             within = hops(self.per_host) * self.cluster.inside.latency_s
         latency = max(self.cluster.across.latency_s, LOOPBACK.latency_s if on_gpus else 0.0)
-        between = sum(hops(size) for size in circle_sizes(self.num_hosts)) * latency
+        between = sum(hops(size) for size in subgroup_sizes(self.num_hosts)) * latency
         return CollectiveCost(within + between + call_s, 0.0, 0.0)
 
     def _slowest(self, nbytes: float) -> Link:

@@ -42,7 +42,7 @@ def _open_lane(options: Any) -> Lane:
     try:
         groups.add_control_at(store, options.timeout)
         if len(lane.hosts) > 1:
-            lane.open_circles()
+            lane.open_subgroups()
         lane.open_team(_BOARD_NBYTES)
     except BaseException:
         lane.close(together=False)

@@ -88,7 +88,7 @@ class Tracer:
     def __init__(self, writer: Writer, flight: Flight | None, timer: Timer) -> None:
         self.writer = writer
         self.timer = timer
-        self.stats: Report = dict
+        self._stats: Report = dict
         self.count = 0
         self.step = 0  # the synchronization under way
         self._flight = flight
@@ -98,6 +98,10 @@ class Tracer:
         self._flush_at = 0.0
         self._cheap = isinstance(timer, HostTimer)
         self._begin(timer.now())
+
+    def ask(self, stats: Report) -> None:
+        """Write down what this says from time to time, and at the end."""
+        self._stats = stats
 
     def _begin(self, at: Moment) -> None:
         self._open = OpenStep(at)
@@ -213,7 +217,7 @@ class Tracer:
         if len(self._pending) >= _AT_ONCE or time.perf_counter() >= self._flush_at:
             self._flush()
         if self.count == _STATS_FIRST or self.count % _STATS_EVERY == 0:
-            self.writer.write(Stats(step, self.stats()))
+            self.writer.write(Stats(step, self._stats()))
         self._begin(end)
 
     def continue_at(self, step: int) -> None:
@@ -242,7 +246,7 @@ class Tracer:
         self._closed = True
         self._flush()
         self._note(self.step, FlightMoment.LEFT)
-        self.writer.write(Stats(self.step, self.stats()))
+        self.writer.write(Stats(self.step, self._stats()))
         self.writer.write(RankEnd(self.step, why))
         self.writer.close()
         if self._flight is not None:
@@ -270,9 +274,7 @@ def _line(open_step: OpenStep, timer: Timer) -> StepLine:
     read = timer.read
     at = read(open_step.at)
     line = StepLine(open_step.step, at, read(open_step.end) - at, _in_order(open_step.phases, at, read))
-    for phase in line.phases:
-        if phase[0] == "wait":
-            line.exposed_s += phase[2] - phase[1]
+    line.exposed_s = sum(stop - start for name, start, stop in line.phases if name == "wait")
     line.comm_s = open_step.comm_s
     line.nbytes, line.raw_nbytes, line.sent_nbytes = open_step.nbytes, open_step.raw_nbytes, open_step.sent_nbytes
     line.counts, line.held_up_by, line.exact_input = open_step.counts, open_step.held_up_by, open_step.exact_input

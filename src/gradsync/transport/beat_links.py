@@ -1,4 +1,4 @@
-"""The links by which speakers of hosts beat to each other: small messages on the gloo channels of their circles.
+"""The links by which speakers of hosts beat to each other: small messages on the gloo channels of their subgroups.
 
     frame    │ magic │ checksum │ number │ last number heard │ tokens taken │ what the speaker says │
 

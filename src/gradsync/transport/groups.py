@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from gradsync.algorithms.control_tree import Circle, ControlTree
+from gradsync.algorithms.control_tree import ControlTree, Subgroup
 from gradsync.transport.connecting import Attempt, Connect
 from gradsync.transport.gloo_channel import GlooChannel, make_gloo
 from gradsync.transport.nccl_channel import NcclChannel
@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 @dataclass
 class Groups:
-    """The circles of the control tree, one channel per device type for data, and who we are in them.
+    """The subgroups of the control tree, one channel per device type for data, and who we are in them.
 
     What ranks agree on goes by the tree; a channel among all for control is made when something first asks for it.
     Among the data channels `MESSAGES` is one for sends and receives alone: the lane's thread uses it, while other
@@ -64,7 +64,7 @@ class Groups:
     size: int
     ranks: tuple[int, ...]  # the members' global ranks, by index
     tree: ControlTree | None = None  # known after the ranks have met
-    circles: list[tuple[Circle, GlooChannel]] = field(default_factory=list)  # those we are in, from the bottom
+    subgroups: list[tuple[Subgroup, GlooChannel]] = field(default_factory=list)  # those we are in, from the bottom
     first: GlooChannel | None = None  # for control, among all
     data: dict[str, Channel] = field(default_factory=dict)
     sockets: set[tuple[int, str]] = field(default_factory=set)  # their connections
@@ -90,19 +90,19 @@ class Groups:
         """Have channels made under the eyes of somebody who looks after the peers."""
         self.connect = connect
 
-    def add_circles(self, tree: ControlTree) -> None:
-        """Make the channels of the circles that we are in; every member must call this."""
+    def add_subgroups(self, tree: ControlTree) -> None:
+        """Make the channels of the subgroups that we are in; every member must call this."""
         climbed = tree.climb(self.rank)
 
         def make(attempt: Attempt[list[GlooChannel]]) -> list[GlooChannel]:
             store = self._fresh_store()
-            return [self._make_circle(circle, store, attempt) for circle in climbed]  # a lower one first
+            return [self._make_subgroup(subgroup, store, attempt) for subgroup in climbed]  # a lower one first
 
         channels = self._connect(make)
-        self.circles = list(zip(climbed, channels, strict=True))
+        self.subgroups = list(zip(climbed, channels, strict=True))
         self.tree = tree
         if self.first is None and tree.is_small:
-            [(_, self.first)] = self.circles
+            [(_, self.first)] = self.subgroups
 
     def add_control(self) -> None:
         """Make the channel for control; every member must call this."""
@@ -133,7 +133,7 @@ class Groups:
 
     def close(self) -> None:
         within = {id(channel): channel for channel in (self.first, *self.data.values()) if channel is not None}
-        within |= {id(channel): channel for _, channel in self.circles}
+        within |= {id(channel): channel for _, channel in self.subgroups}
         for channel in within.values():
             channel.close()
 
@@ -172,10 +172,10 @@ class Groups:
         channels = self._connect(make)
         self.data.update({each.name: channel for each, channel in zip(wanted, channels, strict=True)})
 
-    def _make_circle(self, circle: Circle, store: Store, attempt: Attempt[list[GlooChannel]]) -> GlooChannel:
-        part, before = PrefixStore(f"circle-{circle.level}-{circle.leader}", store), connections()
-        channel = make_gloo(part, circle.members.index(self.rank), len(circle.members), _NEVER, attempt)
-        if circle.level:
+    def _make_subgroup(self, subgroup: Subgroup, store: Store, attempt: Attempt[list[GlooChannel]]) -> GlooChannel:
+        part, before = PrefixStore(f"subgroup-{subgroup.level}-{subgroup.leader}", store), connections()
+        channel = make_gloo(part, subgroup.members.index(self.rank), len(subgroup.members), _NEVER, attempt)
+        if subgroup.level:
             self.link_sockets.update(connections() - before)
         return channel
 

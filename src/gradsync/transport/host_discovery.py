@@ -164,7 +164,7 @@ class HostDiscovery:
     def _hear_beyond(self) -> None:
         """First ranks hear each other, so that a block that dies as a whole is missed; all hear who keeps the store."""
         keeper = [self._ranks.index(0)] if 0 in self._ranks else []
-        self._hear(rank for members in [*(c.members for c in self.tree.circles[1:]), keeper] for rank in members)
+        self._hear(rank for members in [*(c.members for c in self.tree.subgroups[1:]), keeper] for rank in members)
         if not self._heard:
             self._sight.hear([])
 

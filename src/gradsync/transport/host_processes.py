@@ -1,7 +1,7 @@
 """The processes of this host's ranks: what the kernel says of them, and whose they are, as far as we have met them.
 
-`gs.init` and every meeting note whom they saw. A later meeting (a second model, a plan that changes) then need not
-wait for the record of a rank whose process has ended.
+`gs.init`, `gs.spawn` and every meeting note whom they saw. A later meeting (a second model, a plan that changes) then
+need not wait for the record of a rank whose process has ended.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def open_lane(parent: dist.ProcessGroup, guard: Guard, timeout: float) -> Lane:
     lane = Lane(groups, Liveness(groups, guard), guard, timeout)
     lane.meet()
     try:
-        lane.open_circles()
+        lane.open_subgroups()
     except BaseException:
         lane.close(together=False)
         raise
@@ -125,10 +125,10 @@ class Lane:
                 raise self.liveness.unanswered(patience + _STORE_S) from error
             raise
 
-    def open_circles(self) -> None:
-        """Make the circles by which ranks agree; every rank of the group calls this after they have met."""
+    def open_subgroups(self) -> None:
+        """Make the subgroups by which ranks agree; every rank of the group calls this after they have met."""
         if self.groups.size > 1:
-            self.groups.add_circles(ControlTree(self.hosts))
+            self.groups.add_subgroups(ControlTree(self.hosts))
             self.liveness.open_links(self._timeout)
             self.connect(self.liveness.hear_all, "the first word of all hosts")
 
@@ -294,8 +294,8 @@ class Lane:
     @cached_property
     def tree_exchange(self) -> TreeExchange:
         """This rank's part in the control tree."""
-        assert self.groups.tree is not None, "the circles are not open"
-        return TreeExchange(self.groups.tree, self.groups.rank, self.groups.circles)
+        assert self.groups.tree is not None, "the subgroups are not open"
+        return TreeExchange(self.groups.tree, self.groups.rank, self.groups.subgroups)
 
     def _by_tree(self, start: Callable[[], TreeMessage]) -> TreeMessage:
         """What goes by the tree keeps its order there: a message on the boards may have to go by it first."""

@@ -87,7 +87,7 @@ class Liveness:
             self._meeting.hold(attempt, patience)
 
     def open_links(self, timeout: float) -> None:
-        """Hear other hosts by the circles from now on; all ranks call this. One may be late for `timeout` seconds."""
+        """Hear other hosts by the subgroups from now on; all ranks call this. One may be late for `timeout` seconds."""
         groups, tree = self._groups, self._groups.tree
         if len(self.hosts) < 2 or tree is None:
             return

@@ -51,9 +51,9 @@ class HeardByLinks:
         watched = self._speaker.neighbours
         found = [
             Neighbour(rank, channel, place, watched[rank])
-            for circle, channel in groups.circles
-            for place, rank in enumerate(circle.members)
-            if circle.level and rank in watched
+            for subgroup, channel in groups.subgroups
+            for place, rank in enumerate(subgroup.members)
+            if subgroup.level and rank in watched
         ]
         self._links = BeatLinks(found, tokens_for(timeout, dead_after))
         self._sockets = groups.link_sockets

@@ -1,7 +1,7 @@
 """The speaker of a host among those of other hosts: who it hears, what it tells whom, and whom it finds silent.
 
-The first rank of each host speaks for it, along the circles of the control tree from level 1 on. Twice a second, and at
-once when there is news, it tells its parent what it knows of all below, and its children what it knows of all others:
+The first rank of each host speaks for it, along the subgroups of the control tree from level 1 on. Twice a second, and
+at once when there is news, it tells its parent what it knows of all below, and its children what it knows of all others:
 
     parent  ◄── everything but what the parent said
       ▲ │
@@ -9,8 +9,8 @@ once when there is news, it tells its parent what it knows of all below, and its
       ▲ │
     child   ◄── everything but what this child said
 
-So each rank is spoken of once, nothing old goes in circles, and a message is as long for 16 ranks as for 16,384.
-A member of a circle also beats to the members next to it, which judge nothing, but tell that the network passes.
+So each rank is spoken of once, nothing old goes in subgroups, and a message is as long for 16 ranks as for 16,384.
+A member of a subgroup also beats to the members next to it, which judge nothing, but tell that the network passes.
 
 This class has no thread, clock or socket. A transport, or a simulator, drives it:
 
@@ -69,7 +69,7 @@ class _Neighbour:
     """One with whom the speaker talks, and the last it said of its side of the tree."""
 
     rank: int
-    judged: bool  # parent and children are; the next in the circle are only listened to
+    judged: bool  # parent and children are; the next in the subgroup are only listened to
     said: HostSummary = field(default_factory=lambda: HostSummary((), 0))
     met: bool = False
     closed: bool = False
@@ -112,15 +112,17 @@ class Speaker:
         self._dead_after = dead_after
         self._lapse_s = min(_LAPSE_S, 0.75 * dead_after)
         self._neighbours: dict[int, _Neighbour] = {}
-        for circle in tree.climb(rank):
-            if circle.level == 0:
+        for subgroup in tree.climb(rank):
+            if subgroup.level == 0:
                 continue
-            others = [each for each in circle.members[1:] if each != rank]
-            if circle.leader == rank:
+            others = [each for each in subgroup.members[1:] if each != rank]
+            if subgroup.leader == rank:
                 self._neighbours |= {each: _Neighbour(each, judged=True) for each in others}
             else:
-                self._neighbours[circle.leader] = _Neighbour(circle.leader, judged=True)
-                self._neighbours |= {each: _Neighbour(each, judged=False) for each in _beside(rank, circle.members[1:])}
+                self._neighbours[subgroup.leader] = _Neighbour(subgroup.leader, judged=True)
+                self._neighbours |= {
+                    each: _Neighbour(each, judged=False) for each in _beside(rank, subgroup.members[1:])
+                }
         self._judged = [each for each in self._neighbours.values() if each.judged]
         self._mine: tuple[NotableRank, ...] = ()
         self._my_alarms: tuple[object, ...] = ()

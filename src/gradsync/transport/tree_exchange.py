@@ -1,6 +1,6 @@
-"""What ranks tell each other goes up the control tree and down again: a message of fixed size to and from each circle.
+"""What ranks tell each other goes up the control tree and down again: in each subgroup a message of fixed size.
 
-    up      row, row, row ─merge→ row, row ─merge→ row       who leads a circle merges what its members bring
+    up      row, row, row ─merge→ row, row ─merge→ row       who leads a subgroup merges what its members bring
     down                            row ─→ row, row ─→ row, row, row
 
 A merge makes one row of many, so that every message is as long as the first, however many ranks there are. Where all
@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from gradsync.algorithms.control_tree import Circle, ControlTree
+from gradsync.algorithms.control_tree import ControlTree, Subgroup
 from gradsync.transport.pending import BoardMessage, GatheredRows, Pending, Promise
 from gradsync.transport.shared_memory import Team
 
@@ -39,8 +39,8 @@ def merge_bits(rows: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.bitwise_or.reduce(rows.numpy(), axis=0))
 
 
-class CircleChannel(Protocol):
-    """What a circle talks over; a work is one of torch's, or anything with `get_future()`."""
+class SubgroupChannel(Protocol):
+    """What a subgroup talks over; a work is one of torch's, or anything with `get_future()`."""
 
     def collect(self, rows: torch.Tensor | None, row: torch.Tensor) -> Any:
         """Fill the first member's `rows` with every member's `row`."""
@@ -68,16 +68,16 @@ Walk = Generator[Any, None, None]  # yields each work that must end before it go
 class TreeExchange:
     """This rank's part in the tree."""
 
-    def __init__(self, tree: ControlTree, rank: int, circles: Sequence[tuple[Circle, CircleChannel]]) -> None:
+    def __init__(self, tree: ControlTree, rank: int, subgroups: Sequence[tuple[Subgroup, SubgroupChannel]]) -> None:
         self._tree = tree
         self._rank = rank
-        self._circles = list(circles)
+        self._subgroups = list(subgroups)
         self._lock = threading.RLock()  # a work that has ended already goes on in the thread that asks
         self._queue: deque[tuple[TreeMessage, Walk]] = deque()  # the first is on its way
         self._error: Exception | None = None
 
     def reduce(self, row: torch.Tensor, merge: Merge, what: str, above: int = 0) -> TreeMessage:
-        """Start making one row of all; `above` is how many circles, from the bottom, did that already."""
+        """Start making one row of all; `above` is how many subgroups, from the bottom, did that already."""
         message = TreeMessage(what, row.numel())
         return self._start(message, self._merging(message, row, merge, above))
 
@@ -89,10 +89,10 @@ class TreeExchange:
     # The two ways
 
     def _merging(self, message: TreeMessage, row: torch.Tensor, merge: Merge, above: int) -> Walk:
-        circles = self._circles[above:]
-        for circle, channel in circles:
-            if circle.leader == self._rank:
-                rows = torch.empty(len(circle.members), row.numel(), dtype=torch.uint8, device="cpu")
+        subgroups = self._subgroups[above:]
+        for subgroup, channel in subgroups:
+            if subgroup.leader == self._rank:
+                rows = torch.empty(len(subgroup.members), row.numel(), dtype=torch.uint8, device="cpu")
                 yield channel.collect(rows, row)
                 row = merge(rows)
             else:
@@ -100,17 +100,17 @@ class TreeExchange:
                 row = torch.empty_like(row)
                 yield channel.broadcast(row, 0)
                 del sent
-        yield from self._tell_below(circles, row)
+        yield from self._tell_below(subgroups, row)
         message.came(row[None])
 
     def _joining(self, message: TreeMessage, row: torch.Tensor) -> Walk:
         nbytes, size = row.numel(), len(self._order)
         whole = row
-        for (circle, channel), counts in zip(self._circles, self._counts, strict=True):
+        for (subgroup, channel), counts in zip(self._subgroups, self._counts, strict=True):
             # Members speak for unequally many: gloo wants equal lengths.
             padded = torch.zeros(max(counts) * nbytes, dtype=torch.uint8, device="cpu")
             padded[: whole.numel()] = whole
-            if circle.leader == self._rank:
+            if subgroup.leader == self._rank:
                 rows = torch.empty(len(counts), padded.numel(), dtype=torch.uint8, device="cpu")
                 yield channel.collect(rows, padded)
                 whole = torch.cat([each[: count * nbytes] for each, count in zip(rows, counts, strict=True)])
@@ -119,13 +119,13 @@ class TreeExchange:
                 whole = torch.empty(size * nbytes, dtype=torch.uint8, device="cpu")
                 yield channel.broadcast(whole, 0)
                 del sent
-        yield from self._tell_below(self._circles, whole)
+        yield from self._tell_below(self._subgroups, whole)
         rows = torch.empty(size, nbytes, dtype=torch.uint8, device="cpu")
         rows[self._order] = whole.view(size, nbytes)
         message.came(rows)
 
-    def _tell_below(self, circles: Sequence[tuple[Circle, CircleChannel]], row: torch.Tensor) -> Walk:
-        led = [channel for circle, channel in reversed(circles) if circle.leader == self._rank]
+    def _tell_below(self, subgroups: Sequence[tuple[Subgroup, SubgroupChannel]], row: torch.Tensor) -> Walk:
+        led = [channel for subgroup, channel in reversed(subgroups) if subgroup.leader == self._rank]
         yield from [channel.broadcast(row, 0) for channel in led]  # all at once, then waited for
 
     @cached_property
@@ -136,9 +136,9 @@ class TreeExchange:
 
     @cached_property
     def _counts(self) -> list[list[int]]:
-        """The number of ranks for which each member of our circles speaks."""
+        """The number of ranks for which each member of our subgroups speaks."""
         below = self._tree.below
-        return [[len(below(member, circle.level)) for member in circle.members] for circle, _ in self._circles]
+        return [[len(below(member, subgroup.level)) for member in subgroup.members] for subgroup, _ in self._subgroups]
 
     # One after the other: see [Nobody waits in the tree]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from gradsync.algorithms.control_tree import circle_sizes
+from gradsync.algorithms.control_tree import subgroup_sizes
 from gradsync.cli.plan.answer import Answer
 from gradsync.cli.plan.figures import samples, show_share
 from gradsync.cli.plan.sweep import FAR, Axis, SweepPoint
@@ -56,8 +56,8 @@ def assumptions(answer: Answer) -> list[str]:
 
 def _control(cluster: Cluster) -> str:
     """What it costs that ranks agree on every step, which grows with the logarithm of the hosts."""
-    levels = len(circle_sizes(len(cluster.hosts)))
-    tree = "in one circle of hosts" if levels == 1 else f"up and down {levels} levels of hosts"
+    levels = len(subgroup_sizes(len(cluster.hosts)))
+    tree = "in one subgroup of hosts" if levels == 1 else f"up and down {levels} levels of hosts"
     seconds = show_seconds(Collectives(cluster).header().seconds)
     return f"In every step ranks agree by a header, {tree}: {seconds}, counted in with all of ours; DDP has none."
 

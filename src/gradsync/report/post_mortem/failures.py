@@ -59,7 +59,7 @@ def culprits_of(raised: Mapping[int, Error]) -> list[int]:
 def causes_in(raised: Mapping[int, Error]) -> dict[int, Error]:
     """Errors that ranks raised on their own account.
 
-    In a circle of ranks that miss each other, whoever raised something else than that a peer is missing began it: the
+    In a cycle of ranks that miss each other, whoever raised something else than that a peer is missing began it: the
     others left because of it, and were gone when it looked around.
 
     >>> lost, broke = Error(7, "PeerLost", [1], None, ""), Error(7, "RuntimeError", [0], None, "shapes differ")
@@ -67,9 +67,9 @@ def causes_in(raised: Mapping[int, Error]) -> dict[int, Error]:
     ([1], [])
     """
     own = {rank: error for rank, error in raised.items() if not is_of_others(error)}
-    circle = culprits_of(raised)
-    if not own and circle and all(rank in raised for rank in circle):
-        return {rank: raised[rank] for rank in circle if raised[rank].what not in _OF_OTHERS}
+    cycle = culprits_of(raised)
+    if not own and cycle and all(rank in raised for rank in cycle):
+        return {rank: raised[rank] for rank in cycle if raised[rank].what not in _OF_OTHERS}
     return own
 
 
