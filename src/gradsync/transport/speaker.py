@@ -1,7 +1,8 @@
 """The speaker of a host among those of other hosts: who it hears, what it tells whom, and whom it finds silent.
 
 The first rank of each host speaks for it, along the subgroups of the control tree from level 1 on. Twice a second, and
-at once when there is news, it tells its parent what it knows of all below, and its children what it knows of all others:
+at once when there is news, it tells its parent what it knows of all below, and its children what it knows of all
+others:
 
     parent  ◄── everything but what the parent said
       ▲ │
@@ -9,7 +10,7 @@ at once when there is news, it tells its parent what it knows of all below, and 
       ▲ │
     child   ◄── everything but what this child said
 
-So each rank is spoken of once, nothing old goes in subgroups, and a message is as long for 16 ranks as for 16,384.
+So each rank is spoken of once, nothing old goes round for ever, and a message is as long for 16 ranks as for 16,384.
 A member of a subgroup also beats to the members next to it, which judge nothing, but tell that the network passes.
 
 This class has no thread, clock or socket. A transport, or a simulator, drives it:
