@@ -129,7 +129,7 @@ class StoreTree:
     def take(
         self, kind: str, subgroup: StoreSubgroup, value: bytes, see: Callable[[dict[int, bytes]], object]
     ) -> Iterator[Awaited]:
-        """Say something in a subgroup and hear it of all others: `see` gets their values, each as soon as it is there."""
+        """Say something and hear it of all others: `see` gets their values, each as soon as it is there."""
         here = self.tell(kind, subgroup, value)
         missing = [rank for rank in subgroup.members if rank != self.rank]
         while missing:
