@@ -5,11 +5,10 @@ from __future__ import annotations
 from statistics import mean
 from typing import Any
 
-from simulated import Network, Suspended, open_lanes
-from simulated_store import SimulatedMeeting
-
 import gradsync as gs
 from gradsync.agreement.attach_check import check_attach
+from scale.simulated import Network, Suspended, open_lanes
+from simulated_store import SimulatedMeeting
 
 
 def meet(ranks: int, per_host: int) -> dict[str, Any]:

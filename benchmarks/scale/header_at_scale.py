@@ -10,12 +10,11 @@ from functools import partial
 from statistics import mean, median
 from typing import Any
 
-from simulated import Network, SimulatedLane, Suspended, open_lanes
-
 import gradsync as gs
 from gradsync.agreement.calls import check_same_call
 from gradsync.agreement.header import Head, HeaderExchange, Headers, Mark
 from gradsync.agreement.outcome import HealthLog, step_outcome
+from scale.simulated import Network, SimulatedLane, Suspended, open_lanes
 
 PARAMETERS = 1000
 NAMES = [f"layer.{index}" for index in range(PARAMETERS)]

@@ -11,12 +11,11 @@ from collections import Counter
 from statistics import mean
 from typing import Any
 
-from simulated import hosts_of
-
 from gradsync.algorithms.control_tree import ControlTree
 from gradsync.transport.heartbeat import Phase, RankState
 from gradsync.transport.notable_ranks import NotableRank
 from gradsync.transport.speaker import Speaker
+from scale.simulated import hosts_of
 
 TICK_S, LOOK_S, LATENCY_S = 0.1, 0.25, 1e-4  # as `transport/liveness.py` has them; a slow network
 DEAD_AFTER_S = 10.0

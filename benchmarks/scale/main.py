@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE), str(HERE.parents[1] / "tests" / "transport")]
-
-import real_ranks  # noqa: E402
+sys.path[:0] = [str(HERE.parent), str(HERE.parents[1] / "tests" / "support")]
 
 import bench_harness  # noqa: E402
+from scale import attach_at_scale, header_at_scale, heartbeat_at_scale, real_ranks  # noqa: E402
+from scale.simulated import LATENCY_S  # noqa: E402
 
 RANKS = (8, 64, 256, 1024, 4096, 16384)
 SIMULATED = [(ranks, 8) for ranks in RANKS] + [(1024, 1), (4096, 1)]
@@ -29,26 +29,18 @@ IN_ALL = RANKS[-1]
 
 
 def header() -> list[dict[str, Any]]:
-    import header_at_scale
-
     return [_told(header_at_scale.measure(ranks, per_host, IN_ALL)) for ranks, per_host in SIMULATED]
 
 
 def disagreement() -> list[dict[str, Any]]:
-    import header_at_scale
-
     return [_told(header_at_scale.disagree(ranks, 8)) for ranks in RANKS]
 
 
 def heartbeat() -> list[dict[str, Any]]:
-    import heartbeat_at_scale
-
     return [_told(heartbeat_at_scale.measure(ranks, per_host)) for ranks, per_host in SIMULATED if ranks > per_host]
 
 
 def attach() -> list[dict[str, Any]]:
-    import attach_at_scale
-
     met = [_told(attach_at_scale.meet(ranks, 8)) for ranks in RANKS]
     agreed = [_told(attach_at_scale.agree(ranks, 8)) for ranks in RANKS]
     return [a | {"agreement": b} for a, b in zip(met, agreed, strict=True)]
@@ -81,6 +73,71 @@ PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
 }
 
 
+def tables(results: dict[str, Any]) -> str:
+    """What README shows of the results."""
+    lines: list[str] = []
+
+    def table(title: str, heads: list[str], rows: list[list[str]]) -> None:
+        lines.extend(["", f"**{title}**", "", _row(heads), _row(["---"] * len(heads)), *map(_row, rows)])
+
+    def of(part: str) -> list[dict[str, Any]]:
+        return results[part]["rows"] if part in results else []
+
+    table(
+        "Header: Python per step and rank, messages and bytes per step and rank, simulated",
+        ["ranks", "a host", "levels", "Python ms, median", "mean", "most", "messages", "bytes", "latencies"],
+        [
+            [
+                f"{r['ranks']:,}", str(r["per_host"]), str(r["depth"]), f"{r['python_ms']['median']:.3f}",
+                f"{r['python_ms']['mean']:.3f}", f"{r['python_ms']['most']:.3f}", f"{r['messages']['mean']:.2f}",
+                f"{r['nbytes']['mean']:,.0f}", f"{r['clock_ms'] / 1e3 / LATENCY_S:.0f}",
+            ]
+            for r in of("header")
+        ],
+    )  # fmt: skip
+    table(
+        "Heartbeats and deaths: of each host's first rank, simulated, `dead_after` 10 s",
+        ["ranks", "a host", "messages/s", "most", "Python ms/s", "most", "store requests/s", "named by all after"],
+        [
+            [
+                f"{r['ranks']:,}", str(r["per_host"]), f"{r['messages_per_s']['mean']:.1f}",
+                f"{r['messages_per_s']['most']:.0f}", f"{r['python_ms_per_s']['mean']:.2f}",
+                f"{r['python_ms_per_s']['most']:.2f}", str(r["store_requests_per_s"]),
+                "; ".join(f"{what}: {seconds:.1f} s" for what, seconds in r["named_after_s"].items()),
+            ]
+            for r in of("heartbeat")
+        ],
+    )  # fmt: skip
+    table(
+        "Attach: through the store, simulated; and the comparison of 1000 parameters by the tree",
+        ["ranks", "rounds", "requests of a rank", "most", "bytes", "messages to compare", "one absent: named by"],
+        [
+            [
+                f"{r['ranks']:,}", str(r["rounds"]), f"{r['requests']['mean']:.0f}", str(r["requests"]["most"]),
+                f"{r['nbytes']['mean']:,.0f}", f"{r['agreement']['messages']:.2f}", f"{r['absent']['named_by']:,}",
+            ]
+            for r in of("attach")
+        ],
+    )  # fmt: skip
+    table(
+        "Real ranks of this machine, 8 to a host: processor ms per step and rank, all threads",
+        ["ranks", "gradsync", "DDP's all-reduce of used parameters", "every header to every rank", "attach, wall s"],
+        [
+            [
+                str(r["ranks"]),
+                *(f"{arm['processor_ms']:.2f}" for arm in r["arms"].values()),
+                f"{r['attach']['wall_s']:.2f}",
+            ]
+            for r in of("real")
+        ],
+    )
+    return "\n".join([*lines, ""])
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
 def _told(found: dict[str, Any]) -> dict[str, Any]:
     print(json.dumps(found), flush=True)
     return found
@@ -99,6 +156,11 @@ def main() -> None:
         results[part] = {"machine": bench_harness.machine(), "commit": bench_harness.commit(HERE), "rows": rows}
         print(f"    {time.perf_counter() - begun:.0f} s", flush=True)
         options.results.write_text(json.dumps(results, indent=1) + "\n")
+    readme = HERE / "README.md"
+    before, begin, rest = readme.read_text().partition("<!-- begin tables -->\n")
+    _, end, after = rest.partition("<!-- end tables -->")
+    if options.results == HERE / "results.json":
+        readme.write_text(before + begin + tables(results) + end + after)
 
 
 if __name__ == "__main__":
