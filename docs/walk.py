@@ -60,6 +60,7 @@ _IDLE_S = 0.3  # nothing more comes from a thread that has been still for so lon
 _LONG_S = 60.0
 _PARTS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
 _NOT_CALLS = (*_PARTS, "_completed", "__del__")  # what a backend or the collector calls comes when it comes
+_CALLED_BACK = "_ended"  # a work of the control tree has ended: what follows runs in whichever thread sees it first
 _BESIDE = "gradsync-lane"  # the name of the exchange's threads
 
 
@@ -131,6 +132,8 @@ class Recorder:
 
     def _heard(self, frame: FrameType, event: str, _: Any) -> None:
         if not self.on or event != "call" or not self._counts(frame):
+            return
+        if any(each.f_code.co_name == _CALLED_BACK for each in (frame, *_callers(frame))):
             return
         code, begins = frame.f_code, self._is_begun(frame)
         caller = next((each for each in _callers(frame) if self._counts(each)), frame)

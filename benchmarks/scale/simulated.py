@@ -161,7 +161,7 @@ class Channel:
 
         def come(place: int, into: torch.Tensor, work: Work) -> None:
             def arrive() -> None:
-                into.copy_(call["data"])
+                into.set_(call["data"])  # what all have is held once: all rows on all ranks would be terabytes
                 work.end()
 
             network.at(call["sent"] + place.bit_length() * LATENCY_S, arrive)
@@ -190,7 +190,6 @@ class SimulatedLane(Lane):
     def __init__(self, network: Network, groups: Groups) -> None:
         super().__init__(groups, _LIVENESS, gs.Guard(), 60.0)
         self.network = network
-        self._asked: dict[bytes, Any] = {}
         self._merging: dict[bytes, Any] | None = None  # by row, where a call that was suspended is made again
 
     def wait(self, pending: Any, timeout: float | None = None) -> None:
@@ -202,23 +201,13 @@ class SimulatedLane(Lane):
         """A call that is made again gets what it asked for the first time."""
         self._merging = {}
 
-    def merge_all(self, row: torch.Tensor, merge: Any, what: str) -> Any:
+    def merge_all(self, row: torch.Tensor, merge: Any, what: str, ask: Any = None) -> Any:
         if self._merging is None:
-            return super().merge_all(row, merge, what)
+            return super().merge_all(row, merge, what, ask)
         asked = bytes(row.numpy())
         if asked not in self._merging:
-            self._merging[asked] = super().merge_all(row, merge, what)
+            self._merging[asked] = super().merge_all(row, merge, what, ask)
         return self._merging[asked]
-
-    def exchange(self, mine: bytes, what: str = "") -> list[bytes]:
-        """Every rank's bytes, when the simulation comes back with the same question."""
-        if mine not in self._asked:
-            row = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-            self._asked[mine] = self.tree_exchange.gather(row, what)
-        message = self._asked[mine]
-        if not message.landed(0):
-            raise Suspended
-        return [bytes(row.numpy()) for row in message.rows]
 
 
 _LIVENESS: Any = SimpleNamespace(

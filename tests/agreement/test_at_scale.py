@@ -53,7 +53,7 @@ def test_a_rank_does_as_much_in_a_step_of_two_thousand_as_in_one_of_sixteen(per_
 
 def test_who_is_out_of_step_is_named_in_the_same_words_among_a_thousand() -> None:
     found = header_at_scale.disagree(1024, 8)
-    assert found["asked"] == 1024
+    assert found["whole"] == 1024
     assert found["sentence"].startswith("rank 1021 is in synchronization 5 and rank 0 in 4")
 
 

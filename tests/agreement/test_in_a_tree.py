@@ -181,3 +181,56 @@ def test_every_rank_hears_what_each_brought(run: Any, hosts: str) -> None:
     ranks = range(len(hosts))
     told = [*ranks, *[7] * len(hosts), *[10 + rank for rank in ranks], True, False]
     assert run(in_a_tree, words, hosts, ranks=len(hosts)) == [told] * len(hosts)
+
+
+def save_alone() -> list[str]:
+    """A NaN of rank 1 under delayed(1), and rank 0 alone looks at its state, which waits for the average under way."""
+    model, optimizer, sync = attached(gs.Plan(pace=gs.delayed(1)), guard=gs.Guard(nonfinite="skip"))
+    said = []
+    for step in range(5):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            x = torch.ones(2, 4) * (float("nan") if step == 2 and dist.get_rank() == 1 else dist.get_rank())
+            model(x, odd=True).square().mean().backward()
+            if dist.get_rank() == 0:
+                sync.state_dict()
+            optimizer.step()
+            optimizer.zero_grad()
+        said += [str(each.message).split("] ", 1)[-1] for each in caught if "skipped" in str(each.message)]
+    while sync.drain():
+        optimizer.step()
+        optimizer.zero_grad()
+    sync.detach()
+    return [*said, str([float(p.detach().sum()) for p in model.parameters()])]
+
+
+@pytest.mark.parametrize("hosts", ["aaaa", *TREES])
+def test_a_rank_may_look_at_what_came_before_others_do(run: Any, hosts: str) -> None:
+    """What is fetched has its place where the header was launched: who waits early met the next header of others."""
+    heard = run(in_a_tree, save_alone, hosts, ranks=len(hosts))
+    assert heard == [heard[0]] * len(hosts)
+    assert heard[0][0].startswith("rank 1 has NaN or Inf")
+    assert len(heard[0]) == 2
+
+
+def run_out(first: int) -> str:
+    """Under delayed(1) one rank has fewer batches than the others, and leaves."""
+    model, optimizer, sync = attached(gs.Plan(pace=gs.delayed(1)))
+    try:
+        for _ in range(3 if dist.get_rank() == first else 6):
+            model(torch.ones(2, 4), odd=True).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        sync.detach()
+    except gs.GradSyncError as error:
+        return f"{type(error).__name__}: {error}"
+    return "left"
+
+
+@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("hosts", ["aaaa", "aabb", "abcd"])
+def test_who_has_fewer_batches_is_told_apart_from_a_death(run: Any, hosts: str, first: int) -> None:
+    heard = run(in_a_tree, run_out, hosts, first, ranks=4)
+    assert len(set(heard)) == 1
+    assert heard[0].startswith("Disagreement: rank 0 is in ")
+    assert "every rank must take equally many steps" in heard[0]

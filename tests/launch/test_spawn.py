@@ -86,7 +86,7 @@ def leave_each_in_its_way() -> str:
 
 def attach_where_one_is_killed() -> None:
     if dist.get_rank() == 1:
-        GroupMeeting._hold = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        GroupMeeting.hold = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     model = torch.nn.Linear(2, 2)
     gs.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
 

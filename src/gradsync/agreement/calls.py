@@ -47,7 +47,7 @@ _ENDS = {Call.DETACH, Call.DRAIN}  # what comes after the last batch
 def meet(lane: Lane, call: Call, num_parameters: int, word: bytes = bytes(8), flags: Flag = Flag.NONE) -> list[Head]:
     """Wait until every rank is in this call; return what each brought: 8 bytes, and flags."""
     head = Head(lane.step, 0, 0.0, 0, -1, 0, flags, word, call)
-    headers = HeaderExchange(lane, head, bytearray(num_parameters)).receive_all()
+    headers = HeaderExchange(lane, head, bytes(num_parameters), each=True).receive()
     check_same_call(headers, lane.groups.ranks)
     return headers.heads if headers.whole else [head] * headers.size
 

@@ -253,26 +253,22 @@ def merged(rows: torch.Tensor) -> torch.Tensor:
 class HeaderExchange:
     """Headers under way."""
 
-    def __init__(self, lane: Lane, head: Head, marks: bytes | bytearray, alike: int = 0) -> None:
-        """Start it; `alike` are more fields in which ranks must not differ without their being named."""
+    def __init__(self, lane: Lane, head: Head, marks: bytes | bytearray, alike: int = 0, each: bool = False) -> None:
+        """Start it; `alike` are more fields in which ranks must not differ without their being named.
+
+        `each`: every rank's own is wanted, unless all say the same.
+        """
         self._lane = lane
-        self._row = pack_header(head, marks)
-        self._alike = alike
-        self.pending = lane.merge_all(self._row, merged, "the step header")
+
+        def ask(row: torch.Tensor) -> bool:
+            headers = Headers(row[None])
+            return headers.needs_names(alike) or (each and headers.differ_in(ALL_FIELDS))
+
+        self.pending = lane.merge_all(pack_header(head, marks), merged, "the step header", ask)
 
     def receive(self, timeout: float | None = None) -> Headers:
         """Wait until every rank's is here; where somebody is to be named, each by itself."""
         self._lane.wait(self.pending, timeout)
         headers = Headers(self.pending.rows)
         assert headers.size == self._lane.groups.size, "every rank's header is in it once"
-        return self._fetch() if headers.needs_names(self._alike) and not headers.whole else headers
-
-    def receive_all(self) -> Headers:
-        """Wait for every rank's own, unless all said the same."""
-        headers = self.receive()
-        return headers if headers.whole or not headers.differ_in(ALL_FIELDS) else self._fetch()
-
-    def _fetch(self) -> Headers:
-        """Every rank's own; all ranks come to this at once."""
-        rows = self._lane.exchange(bytes(self._row.numpy()), "the headers of all ranks")
-        return Headers(torch.stack([torch.frombuffer(bytearray(row), dtype=torch.uint8) for row in rows]))
+        return headers

@@ -11,6 +11,7 @@ from who shares a host, so every rank builds the same tree by itself. Pure.
 
 from __future__ import annotations
 
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -91,6 +92,16 @@ class ControlTree:
         subgroup = self._subgroup_of.get((level - 1, rank))
         members = subgroup.members if subgroup is not None else (rank,)
         return tuple(each for member in members for each in self.below(member, level - 1))
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """All ranks, in the order in which their rows arrive at the root."""
+        return self.below(self.root, len(self.levels))
+
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether that is their own order: each host has ranks in a row."""
+        return self.order == tuple(range(len(self.order)))
 
     @property
     def is_small(self) -> bool:

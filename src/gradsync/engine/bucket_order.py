@@ -74,8 +74,8 @@ class BucketOrder:
     def _learn_order(self, arrivals: list[int]) -> None:
         """The order in which gradients arrived on rank 0; what did not arrive comes last."""
         order = torch.tensor(list(dict.fromkeys(arrivals + self._order)), dtype=torch.int64, device="cpu")
-        self._lane.run(lambda: self._lane.groups.control.broadcast(order, 0), "the order of the buckets")
-        self._order = order.tolist()
+        told = self._lane.hear_first(order.view(torch.uint8), "the order of the buckets")
+        self._order = told.view(torch.int64).tolist()
 
     def _lay_out(self, trainable: bytes) -> None:
         if self._idle:

@@ -47,6 +47,8 @@ class DiLoCoPace(AfterStep):
         super().__init__(context)
         named = self._trained.named
         parts = [part for part in cut([param.nbytes for _, param in named], pace.fragments) if part]
+        if pace.delay:
+            context.lane.tell_several_at_once()  # headers are under way while ranks do something else, perhaps not all
         self._fragments = [Fragment(context, named[part.start : part.stop], pace.outer) for part in parts]
         self._num_exchanges = 0
 

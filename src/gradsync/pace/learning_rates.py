@@ -91,7 +91,8 @@ def _schedulers_of(optimizers: Sequence[Optimizer]) -> Iterator[LRScheduler]:
     groups = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
     kinds = set(_with_subclasses(LRScheduler))
     for each in gc.get_objects():
-        if type(each) in kinds:
+        # A chained one counts no steps itself: those that it steps are found by themselves.
+        if type(each) in kinds and isinstance(getattr(each, "last_epoch", None), int):
             wrapped = getattr(each, "optimizer", None)
             if any(id(group) in groups for group in getattr(wrapped, "param_groups", ())):
                 yield each

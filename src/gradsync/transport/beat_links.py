@@ -37,7 +37,9 @@ _FRAME, _TOKEN = 0x6B656174, 0x6B6E6574  # what a buffer begins with once it is 
 _START = struct.Struct("<II")  # magic, checksum of the rest
 _REST = struct.Struct("<QQI")  # number, last number heard, tokens taken
 _FRAME_NBYTES = _START.size + _REST.size + SUMMARY_NBYTES
-_FRAMES_TAG, _TOKENS_TAG = (1 << 30) + 1, (1 << 30) + 2  # nobody else sends on these channels, except collectives
+# Nobody else sends on these channels, except collectives. Words that may be the last have a receive of their own: who
+# was held finds the others filled with older ones, and the sender's process may end before there is room.
+_FRAMES_TAG, _TOKENS_TAG, _LAST_WORDS_TAG = (1 << 30) + 1, (1 << 30) + 2, (1 << 30) + 3
 _AHEAD = 4  # receives posted
 _UNHEARD = 8  # messages sent that were not acknowledged
 _SLOWER = 4  # beyond that only every so many-th is sent
@@ -80,12 +82,16 @@ class _Link:
         self._sent: deque[tuple[int, Any, torch.Tensor]] = deque()  # gloo needs them until they are delivered
         self._tokens: deque[tuple[Any, torch.Tensor]] = deque()
         self._asked: _Inbox | None = None
+        self._last_words: _Inbox | None = None
+        self._urgent: deque[tuple[Any, torch.Tensor]] = deque(maxlen=_UNHEARD)  # words that may be the last
+        self._latest = 0  # of all that was heard
         self._number = self._heard = self._acknowledged = self._skipped = 0
         self._reserve = reserve if neighbour.vouches else 0
         self._given = self._taken = 0  # tokens that the neighbour took of ours, and we of its
         with self._noticing_its_end():
             for _ in range(_AHEAD):
                 self._post()
+        self._await_last_words()
 
     def hear(self) -> bytes | None:
         """The newest message since the last call."""
@@ -94,10 +100,14 @@ class _Link:
             self._inboxes.popleft()
             number, acknowledged, given = _REST.unpack_from(text)
             if number > self._heard:
-                self._heard, newest = number, text[_REST.size :]
+                self._heard = number
                 self._settle(acknowledged, given)
+            newest = self._newer(text) or newest
             with self._noticing_its_end():
                 self._post()
+        if self._last_words is not None and (text := self._last_words.content()) is not None:
+            newest, self._last_words = self._newer(text) or newest, None
+            self._await_last_words()
         return newest
 
     def say(self, text: bytes, at_once: bool) -> None:
@@ -111,6 +121,20 @@ class _Link:
         rest = _REST.pack(self._number, self._heard, self._taken) + text
         with self._noticing_its_end():
             self._sent.append((self._number, *self._send(_FRAME, rest, _FRAMES_TAG)))
+            if at_once:
+                self._urgent.append(self._send(_FRAME, rest, _LAST_WORDS_TAG))
+
+    def _newer(self, text: bytes) -> bytes | None:
+        """What a frame says, if nothing said later was heard."""
+        number, *_ = _REST.unpack_from(text)
+        if number <= self._latest:
+            return None
+        self._latest = number
+        return text[_REST.size :]
+
+    def _await_last_words(self) -> None:
+        with self._noticing_its_end():
+            self._last_words = _Inbox(self.neighbour, _FRAME_NBYTES, _LAST_WORDS_TAG)
 
     def vouched(self) -> bool:
         """Whether a token has come that we had asked for."""

@@ -36,6 +36,7 @@ from gradsync.transport.shared_memory import Team
 from gradsync.transport.stream_watch import StreamWatch
 from gradsync.transport.stream_work import StreamWork
 from gradsync.transport.tree_exchange import (
+    Ask,
     BoardedMessage,
     Merge,
     RowsPending,
@@ -241,10 +242,11 @@ class Lane:
         self._lane_threads.append(LaneThread())
         return self._lane_threads[-1]
 
-    def merge_all(self, row: torch.Tensor, merge: Merge, what: str) -> RowsPending:
+    def merge_all(self, row: torch.Tensor, merge: Merge, what: str, ask: Ask | None = None) -> RowsPending:
         """Start making one row of every rank's, by the fastest way there is.
 
         Where ranks are few, or all on one host, their rows come as they are: to merge `rows` is for the caller.
+        Elsewhere they do if `ask` says of the merged row that it is not enough.
         """
         boards = self._boards
         if boards is not None and boards.fits(row):
@@ -252,11 +254,11 @@ class Lane:
             if boards.size == self.groups.size:
                 self._last_message = BoardMessage(boards, row, what)
             else:
-                self._last_message = BoardedMessage(boards, self.tree_exchange, row, merge, what)
+                self._last_message = BoardedMessage(boards, self.tree_exchange, row, merge, what, ask)
             self.follow(self._last_message)
             return self._last_message
         if self._has_tree:
-            return self._by_tree(lambda: self.tree_exchange.reduce(row, merge, what))
+            return self._by_tree(lambda: self.tree_exchange.reduce(row, merge, what, ask))
         return self._gather(row, what)
 
     def tell_several_at_once(self) -> None:
@@ -272,6 +274,13 @@ class Lane:
             gathered = self._gather(row, what)
         self.wait(gathered)
         return [bytes(each.numpy()) for each in gathered.rows]
+
+    def hear_first(self, row: torch.Tensor, what: str) -> torch.Tensor:
+        """What the first rank brings, on all; every rank brings as many bytes."""
+        mine = row if self.groups.rank == 0 else torch.zeros_like(row)
+        merged = self.merge_all(mine, merge_bits, what)
+        self.wait(merged)
+        return merge_bits(merged.rows)
 
     def same(self, mine: bytes, what: str = "the agreement between the ranks") -> bool:
         """Whether all ranks bring the same bytes; all must bring equally many."""

@@ -99,8 +99,9 @@ class Liveness:
             self._wake.set()
             return
         leave_note = self.heartbeat.leave_note
-        self._other_hosts = HeardByLinks(tree, groups, self._guard.dead_after, timeout, leave_note)
+        # First: the thread that beats speaks for them as soon as there are links.
         self._members = lowest.members if lowest.level == 0 else (groups.rank,)
+        self._other_hosts = HeardByLinks(tree, groups, self._guard.dead_after, timeout, leave_note)
         self._wake.set()
 
     def hear_all(self, attempt: Attempt[None]) -> None:
@@ -336,6 +337,7 @@ class Liveness:
                 self._tick()
         if self._orphaned:
             self._leave()  # the others know before a connection ends
+            self._other_hosts = None  # the last act closes the channels of the links
             self._last_act()  # the process does not exit meanwhile: `close` waits for this thread
             self.close()
 

@@ -28,6 +28,7 @@ from gradsync.transport.pending import BoardMessage, GatheredRows, Pending, Prom
 from gradsync.transport.shared_memory import Team
 
 Merge = Callable[[torch.Tensor], torch.Tensor]  # rows into one row
+Ask = Callable[[torch.Tensor], bool]  # whether what was merged is not enough: then every rank's row is wanted
 
 
 def merge_bits(rows: torch.Tensor) -> torch.Tensor:
@@ -76,10 +77,14 @@ class TreeExchange:
         self._queue: deque[tuple[TreeMessage, Walk]] = deque()  # the first is on its way
         self._error: Exception | None = None
 
-    def reduce(self, row: torch.Tensor, merge: Merge, what: str, above: int = 0) -> TreeMessage:
-        """Start making one row of all; `above` is how many subgroups, from the bottom, did that already."""
+    def reduce(self, row: torch.Tensor, merge: Merge, what: str, ask: Ask | None = None, above: int = 0) -> TreeMessage:
+        """Start making one row of all; `above` is how many subgroups, from the bottom, did that already.
+
+        Where `ask` says so of the merged row, alike on all ranks, every rank's own row comes in its place: at once and
+        in the same operation, since ranks may launch other things before they wait for this.
+        """
         message = TreeMessage(what, row.numel())
-        return self._start(message, self._merging(message, row, merge, above))
+        return self._start(message, self._merging(message, row, merge, ask, above))
 
     def gather(self, row: torch.Tensor, what: str) -> TreeMessage:
         """Start bringing every rank's row to every rank, by index in the group."""
@@ -88,8 +93,8 @@ class TreeExchange:
 
     # The two ways
 
-    def _merging(self, message: TreeMessage, row: torch.Tensor, merge: Merge, above: int) -> Walk:
-        subgroups = self._subgroups[above:]
+    def _merging(self, message: TreeMessage, mine: torch.Tensor, merge: Merge, ask: Ask | None, above: int) -> Walk:
+        row, subgroups = mine, self._subgroups[above:]
         for subgroup, channel in subgroups:
             if subgroup.leader == self._rank:
                 rows = torch.empty(len(subgroup.members), row.numel(), dtype=torch.uint8, device="cpu")
@@ -101,10 +106,13 @@ class TreeExchange:
                 yield channel.broadcast(row, 0)
                 del sent
         yield from self._tell_below(subgroups, row)
-        message.came(row[None])
+        if ask is not None and ask(row):
+            yield from self._joining(message, mine)
+        else:
+            message.came(row[None])
 
     def _joining(self, message: TreeMessage, row: torch.Tensor) -> Walk:
-        nbytes, size = row.numel(), len(self._order)
+        nbytes, size = row.numel(), len(self._tree.order)
         whole = row
         for (subgroup, channel), counts in zip(self._subgroups, self._counts, strict=True):
             # Members speak for unequally many: gloo wants equal lengths.
@@ -120,19 +128,15 @@ class TreeExchange:
                 yield channel.broadcast(whole, 0)
                 del sent
         yield from self._tell_below(self._subgroups, whole)
-        rows = torch.empty(size, nbytes, dtype=torch.uint8, device="cpu")
-        rows[self._order] = whole.view(size, nbytes)
+        rows = whole.view(size, nbytes)
+        if not self._tree.in_order:
+            order = torch.tensor(self._tree.order, dtype=torch.int64, device="cpu")
+            rows = torch.empty_like(rows).index_copy_(0, order, rows)
         message.came(rows)
 
     def _tell_below(self, subgroups: Sequence[tuple[Subgroup, SubgroupChannel]], row: torch.Tensor) -> Walk:
         led = [channel for subgroup, channel in reversed(subgroups) if subgroup.leader == self._rank]
         yield from [channel.broadcast(row, 0) for channel in led]  # all at once, then waited for
-
-    @cached_property
-    def _order(self) -> torch.Tensor:
-        """The ranks, in the order in which their rows arrive at the root."""
-        tree = self._tree
-        return torch.tensor(tree.below(tree.root, len(tree.levels)), dtype=torch.int64, device="cpu")
 
     @cached_property
     def _counts(self) -> list[list[int]]:
@@ -190,10 +194,13 @@ class BoardedMessage(Pending):
     Whoever waits does it, as the boards want it: see [Waiting] in `waiting`.
     """
 
-    def __init__(self, team: Team, tree_exchange: TreeExchange, row: torch.Tensor, merge: Merge, what: str) -> None:
+    def __init__(
+        self, team: Team, tree_exchange: TreeExchange, row: torch.Tensor, merge: Merge, what: str, ask: Ask | None
+    ) -> None:
         super().__init__(what, row.numel())
         self.rows = row[None]
-        self._team, self._tree_exchange, self._merge = team, tree_exchange, merge
+        self._team, self._tree_exchange, self._row, self._merge, self._ask = team, tree_exchange, row, merge, ask
+        self._asked: TreeMessage | None = None  # for every rank's row
         self._mates = torch.empty(team.size, row.numel(), dtype=torch.uint8, device="cpu")
         self._between: TreeMessage | None = None
         self._told = False  # whether the second message is on the boards
@@ -216,21 +223,34 @@ class BoardedMessage(Pending):
     def _take_turn(self, slice_s: float) -> bool:
         """One of the waits, for at most a slice; whether it is over."""
         team = self._team
-        if self._between is not None and not self._told:
+        if self._asked is not None:
+            if not self._asked.landed(slice_s):
+                return False
+            self._asked.settle()
+            self.rows, self.succeeded = self._asked.rows, True
+        elif self._between is not None and not self._told:
             if not self._between.landed(slice_s):
                 return False
             self._between.settle()
             self._tell(self._between.rows[0])
         elif team.collect(self._mates, slice_s):
             if self._told:
-                self.rows, self.succeeded = self._mates[:1], True
+                self._hear(self._mates[0])
             elif team.rank == 0:
-                self._between = self._tree_exchange.reduce(self._merge(self._mates), self._merge, self.what, above=1)
+                mates = self._merge(self._mates)
+                self._between = self._tree_exchange.reduce(mates, self._merge, self.what, above=1)
             else:
                 self._tell(self._mates[team.rank])  # who leads has something to say: the others only take part
         else:
             return False
         return True
+
+    def _hear(self, merged: torch.Tensor) -> None:
+        """This came of all; ranks alone on their host have asked for more by now, and nothing of ours comes between."""
+        if self._ask is not None and self._ask(merged):
+            self._asked = self._tree_exchange.gather(self._row, self.what)
+        else:
+            self.rows, self.succeeded = merged[None], True
 
     def _tell(self, row: torch.Tensor) -> None:
         self._team.post(row)

@@ -164,6 +164,8 @@ class LaneWait(BoundedWait[Pending]):
         """Say so, then raise what fits."""
         session = self._session
         others = [rank for rank in culprits if rank != session.groups.rank]
+        # One may have ended since it was looked at: whoever told us of it has seen that.
+        views = {**views, **{rank: view for rank, view in session.liveness.peer_views().items() if rank in others}}
         missing = any(is_lost(views, rank) for rank in others)
         session.fail(tuple(culprits), lost=missing)
         session.groups.abort()
