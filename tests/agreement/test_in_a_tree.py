@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from typing import Any
 
@@ -234,3 +235,18 @@ def test_who_has_fewer_batches_is_told_apart_from_a_death(run: Any, hosts: str, 
     assert len(set(heard)) == 1
     assert heard[0].startswith("Disagreement: rank 0 is in ")
     assert "every rank must take equally many steps" in heard[0]
+
+
+def idle() -> float:
+    """How much of a processor this rank uses in a quiet moment after it gave up."""
+    for _ in range(2):
+        part()
+    begun, before = time.perf_counter(), time.process_time()
+    time.sleep(1)
+    return (time.process_time() - before) / (time.perf_counter() - begun)
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "abcd"])
+def test_ranks_that_gave_up_leave_the_processor_alone(run: Any, hosts: str) -> None:
+    """Gloo's threads spun on messages for which they found no buffer any more: one and a half processors."""
+    assert max(run(in_a_tree, idle, hosts, ranks=4)) < 0.25

@@ -83,7 +83,7 @@ class _Link:
         self._tokens: deque[tuple[Any, torch.Tensor]] = deque()
         self._asked: _Inbox | None = None
         self._last_words: _Inbox | None = None
-        self._urgent: deque[tuple[Any, torch.Tensor]] = deque(maxlen=_UNHEARD)  # words that may be the last
+        self._urgent: list[tuple[Any, torch.Tensor]] = []  # words that may be the last: few
         self._latest = 0  # of all that was heard
         self._number = self._heard = self._acknowledged = self._skipped = 0
         self._reserve = reserve if neighbour.vouches else 0
@@ -188,6 +188,8 @@ class BeatLinks:
 
     def __init__(self, neighbours: Iterable[Neighbour], num_tokens: int) -> None:
         self._links = {each.rank: _Link(each, num_tokens) for each in neighbours}
+        for link in self._links.values():
+            link.neighbour.channel.keep(link)
 
     def hear(self) -> Iterator[tuple[int, bytes]]:
         """The newest message of everybody who has sent one."""

@@ -20,6 +20,10 @@ from torch._C._distributed_c10d import (
 
 from gradsync.transport.connecting import Attempt, PolledStore
 
+# What was posted on channels that nobody closed, by backend: these live until the process ends, see [Groups outlive the
+# interpreter] in `groups`.
+_posted: dict[int, list[object]] = {}
+
 
 class GlooChannel:
     """A gloo group of some members: the collectives and messages we need, each started at once."""
@@ -80,9 +84,17 @@ class GlooChannel:
         """Fill `tensor` with what any member sends under this tag. The work knows its source."""
         return self._backend.recv_anysource([tensor], tag)
 
+    def keep(self, posted: object) -> None:
+        """Have what holds sends and receives of this channel live as long as its connections.
+
+        Gloo's thread tries again and again, without a pause, to read a message for which it finds no buffer any more.
+        """
+        _posted.setdefault(id(self._backend), []).append(posted)
+
     def close(self) -> None:
         """Let go. Only when nothing is under way: see Note [Groups outlive the interpreter] in `groups`."""
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._backend))
+        _posted.pop(id(self._backend), None)
         self._backend = None
 
 
