@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated_store import SimulatedMeeting
 
 from gradsync.errors import PeerLost, SyncTimeout
 from gradsync.transport.store_tree import BLOCK
+from simulated_store import SimulatedMeeting
 
 MOST_ROUNDS = 12  # at 1024 ranks
 # Of one rank, whatever the size of the group: its block's part and two values for all; a first rank's subgroup too.

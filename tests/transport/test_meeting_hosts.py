@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated_store import SimulatedMeeting
 
 import gradsync as gs
 from gradsync.cluster import Hosts
@@ -21,6 +20,7 @@ from gradsync.transport.host_meeting import declare_host, host_identity
 from gradsync.transport.lane import open_lane
 from gradsync.transport.liveness import LocalPeer
 from gradsync.transport.store_tree import BLOCK
+from simulated_store import SimulatedMeeting
 
 # What ranks say and see, as pure data
 
