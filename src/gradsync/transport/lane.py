@@ -41,13 +41,15 @@ from gradsync.transport.tree_exchange import (
     Merge,
     RowsPending,
     TreeExchange,
-    TreeMessage,
+    all_same,
+    comparable,
     merge_bits,
 )
 from gradsync.transport.waiting import LaneWait
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
+P = TypeVar("P", bound=Pending)
 
 _STORE_S = 5.0  # how much longer we wait for the store: a meeting has its own bound, and names who did not come
 _CLOSING_S = 1.0  # for a thread to end, after what it was handed
@@ -219,7 +221,7 @@ class Lane:
             self._wait.fail(what, bucket, error)
         return self.follow(pending)
 
-    def follow(self, pending: Pending) -> Pending:
+    def follow(self, pending: P) -> P:
         """Know of what somebody else has launched: an error may name it, and at the end it is not left alone."""
         with self._joining:
             while self._under_way:
@@ -255,10 +257,10 @@ class Lane:
                 self._last_message = BoardMessage(boards, row, what)
             else:
                 self._last_message = BoardedMessage(boards, self.tree_exchange, row, merge, what, ask)
-            self.follow(self._last_message)
-            return self._last_message
+            return self.follow(self._last_message)
         if self._has_tree:
-            return self._by_tree(lambda: self.tree_exchange.reduce(row, merge, what, ask))
+            self._finish_message()
+            return self.follow(self.tree_exchange.reduce(row, merge, what, ask))
         return self._gather(row, what)
 
     def tell_several_at_once(self) -> None:
@@ -269,7 +271,8 @@ class Lane:
         """Every rank's bytes; all must bring equally many. It grows with the ranks: `same` does not."""
         row = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         if self._has_tree:
-            gathered: RowsPending = self._by_tree(lambda: self.tree_exchange.gather(row, what))
+            self._finish_message()
+            gathered: RowsPending = self.follow(self.tree_exchange.gather(row, what))
         else:
             gathered = self._gather(row, what)
         self.wait(gathered)
@@ -286,13 +289,9 @@ class Lane:
         """Whether all ranks bring the same bytes; all must bring equally many."""
         if self.groups.size == 1:
             return True
-        number = int.from_bytes(mine, "little")
-        row = bytearray(mine + (~number & ((1 << 8 * len(mine)) - 1)).to_bytes(len(mine), "little"))
-        merged = self.merge_all(torch.frombuffer(row, dtype=torch.uint8), merge_bits, what)
+        merged = self.merge_all(comparable(mine), merge_bits, what)
         self.wait(merged)
-        said = bytes(merge_bits(merged.rows).numpy())
-        # A bit that is set in one rank's word, and in another's inverted: that one differs.
-        return not int.from_bytes(said[: len(mine)], "little") & int.from_bytes(said[len(mine) :], "little")
+        return all_same(merged.rows)
 
     @property
     def _has_tree(self) -> bool:
@@ -306,14 +305,8 @@ class Lane:
         assert self.groups.tree is not None, "the subgroups are not open"
         return TreeExchange(self.groups.tree, self.groups.rank, self.groups.subgroups)
 
-    def _by_tree(self, start: Callable[[], TreeMessage]) -> TreeMessage:
-        """What goes by the tree keeps its order there: a message on the boards may have to go by it first."""
-        self._finish_message()
-        message = start()
-        self.follow(message)
-        return message
-
     def _finish_message(self) -> None:
+        """What goes by the tree keeps its order there: a message on the boards may have to go by it first."""
         if self._last_message is not None:
             self.wait(self._last_message)
             self._last_message = None
@@ -325,8 +318,7 @@ class Lane:
         except RuntimeError as error:
             self._raise_if_doomed()
             self._wait.fail(what, -1, error)
-        self.follow(gathered)
-        return gathered
+        return self.follow(gathered)
 
     def wait(self, pending: Pending, timeout: float | None = None) -> None:
         """Return when the pending's work has completed (nccl: when the stream will wait for it).

@@ -40,6 +40,22 @@ def merge_bits(rows: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.bitwise_or.reduce(rows.numpy(), axis=0))
 
 
+def comparable(word: bytes) -> torch.Tensor:
+    """A row by which ranks find out whether all bring the same word: it, and its inverse."""
+    inverse = ~int.from_bytes(word, "little") & ((1 << 8 * len(word)) - 1)
+    return torch.frombuffer(bytearray(word + inverse.to_bytes(len(word), "little")), dtype=torch.uint8)
+
+
+def all_same(rows: torch.Tensor) -> bool:
+    """Whether these rows, merged ones perhaps, are of one word: no bit is set in one and not in another.
+
+    >>> all_same(torch.stack([comparable(b"ab")] * 3)), all_same(torch.stack([comparable(b"ab"), comparable(b"ac")]))
+    (True, False)
+    """
+    words, inverses = (int.from_bytes(bytes(half.numpy()), "little") for half in merge_bits(rows).chunk(2))
+    return not words & inverses
+
+
 class SubgroupChannel(Protocol):
     """What a subgroup talks over; a work is one of torch's, or anything with `get_future()`."""
 
