@@ -19,7 +19,7 @@ from scale.simulated import Network, SimulatedLane, open_lanes
 PARAMETERS = 1000
 NAMES = [f"layer.{index}" for index in range(PARAMETERS)]
 GUARD = gs.Guard()
-STEPS, WARM = 8, 2
+STEPS, WARM = 6, 1
 
 
 def announce(lane: SimulatedLane, step: int, **changes: Any) -> HeaderExchange:
