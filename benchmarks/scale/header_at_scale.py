@@ -14,7 +14,7 @@ import gradsync as gs
 from gradsync.agreement.calls import check_same_call
 from gradsync.agreement.header import Head, HeaderExchange, Headers, Mark
 from gradsync.agreement.outcome import HealthLog, step_outcome
-from scale.simulated import Network, SimulatedLane, open_lanes
+from scale.simulated import Events, Network, SimulatedLane, open_lanes
 
 PARAMETERS = 1000
 NAMES = [f"layer.{index}" for index in range(PARAMETERS)]
@@ -45,7 +45,8 @@ def measure(ranks: int, per_host: int, in_all: int = 0) -> dict[str, Any]:
     A rank finds its own objects in memory, not in the caches, after thousands of others: a job of eight must not seem
     faster than one of sixteen thousand only because it is alone.
     """
-    networks = [Network() for _ in range(max(1, in_all // ranks))]
+    events = Events()
+    networks = [Network(events) for _ in range(max(1, in_all // ranks))]
     everybody = [(network, lane) for network in networks for lane in open_lanes(network, ranks, per_host)]
     logs = [HealthLog(3) for _ in everybody]
     weight = sum(1.0 + rank % 7 for rank in range(ranks))
@@ -58,8 +59,7 @@ def measure(ranks: int, per_host: int, in_all: int = 0) -> dict[str, Any]:
             network.begin()
         order = random.Random(step).sample(range(len(everybody)), len(everybody))  # nobody is always the first
         headers = {i: _timed(*everybody[i], announce, step) for i in order}
-        for network in networks:
-            network.run()
+        events.run()
         for i in order:
             received = _timed(*everybody[i], judge, headers[i], logs[i])
             assert (received.size, received.total_weight, received.used.count(1)) == (ranks, weight, PARAMETERS)

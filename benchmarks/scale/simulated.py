@@ -25,16 +25,38 @@ from gradsync.transport.lane import Lane
 LATENCY_S = 30e-6
 
 
-class Network:
-    """Events in the order of their time, and what each rank has sent and computed."""
+class Events:
+    """What will happen, in the order of its time; several jobs may share it."""
 
     def __init__(self) -> None:
-        self.now = self.begun = 0.0
+        self.now = 0.0
+        self._open: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    def at(self, moment: float, happen: Callable[[], None]) -> None:
+        """Have this happen then."""
+        heapq.heappush(self._open, (moment, next(self._numbers), happen))
+
+    def run(self) -> None:
+        """Until nothing is under way."""
+        while self._open:
+            self.now, _, happen = heapq.heappop(self._open)
+            happen()
+
+
+class Network:
+    """One job's: what each rank has sent and computed."""
+
+    def __init__(self, events: Events | None = None) -> None:
+        self.events = Events() if events is None else events
+        self.begun = 0.0
         self.messages: Counter[int] = Counter()  # sent, by rank
         self.nbytes: Counter[int] = Counter()
         self.python_s: Counter[int] = Counter()  # by rank, in the control code
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
+
+    @property
+    def now(self) -> float:
+        return self.events.now
 
     def begin(self) -> None:
         """Count from here on."""
@@ -44,19 +66,17 @@ class Network:
 
     def at(self, moment: float, happen: Callable[[], None]) -> None:
         """Have this happen then."""
-        heapq.heappush(self._events, (moment, next(self._numbers), happen))
+        self.events.at(moment, happen)
+
+    def run(self) -> None:
+        """Until nothing is under way."""
+        self.events.run()
 
     def send(self, source: int, nbytes: int, hops: int = 1) -> float:
         """A message leaves; when it arrives."""
         self.messages[source] += 1
         self.nbytes[source] += nbytes
         return self.now + hops * LATENCY_S
-
-    def run(self) -> None:
-        """Until nothing is under way."""
-        while self._events:
-            self.now, _, happen = heapq.heappop(self._events)
-            happen()
 
     def timed(self, rank: int, call: Callable[[], Any]) -> Any:
         """What the call returns; the time it takes is that rank's."""
