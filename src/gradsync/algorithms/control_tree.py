@@ -103,7 +103,7 @@ class ControlTree:
         """Whether that is their own order: each host has ranks in a row."""
         return self.order == tuple(range(len(self.order)))
 
-    @property
+    @cached_property
     def is_small(self) -> bool:
         """Whether ranks are so few that each may as well hear each: one message then comes sooner than two."""
         return sum(map(len, self.hosts)) <= MOST_GATHERED and self.depth == 1
