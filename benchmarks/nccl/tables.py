@@ -108,11 +108,16 @@ def _profiles(cells: Cells) -> Iterator[str]:
     for name, cell in cells.items():
         if "rows" in cell:
             rows = [
-                [thread, f"`{what}`", f"{calls:.1f}", f"{own:.0f}", f"{total:.0f}"]
+                [thread, f"`{_function(what)}`", f"{calls:.1f}", f"{own:.0f}", f"{total:.0f}"]
                 for thread, what, calls, own, total in cell["rows"][:20]
             ]
             table = bench_harness.table(["thread", "function", "calls", "own µs", "total µs"], rows)
             yield f"{name.replace(' | ', ', ')}, by the step (the profiler's own cost included):\n\n{table}"
+
+
+def _function(what: str) -> str:
+    """Leave out the file and line, which are those of one commit; functions of C have none."""
+    return what if what.startswith("C ") else what.partition(" ")[2]
 
 
 def _problems(cell: dict[str, Any]) -> Iterator[str]:
