@@ -106,5 +106,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """What is public; the folders behind it can be imported, and are nobody's interface."""
+    """Return the public names; the folders behind them can be imported, and are nobody's interface."""
     return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

@@ -1,5 +1,5 @@
-"""What links and devices can do, as data: hosts of ranks, the link inside a host and the one between hosts, and how
-fast a rank computes and packs gradients.
+"""A cluster as data: hosts of ranks, the link inside a host and the one between hosts, and how fast a rank computes and
+packs gradients.
 
 It is not in `plan/`: algorithms are priced on links, and a plan names algorithms.
 """
@@ -16,7 +16,7 @@ from gradsync import tables
 
 
 class CodecSpeed(NamedTuple):
-    """What a compressor costs on a device, in seconds per byte of gradient.
+    """The cost of a compressor on a device, in seconds per byte of gradient.
 
     `encode_s` makes a payload (with error feedback, where the compressor has it by default); `decode_s` adds one
     payload to the gradient; `middle_s` is what a second round needs between the two (PowerSGD's Q). `item_s` comes on
@@ -32,7 +32,7 @@ class CodecSpeed(NamedTuple):
 
 @dataclass(frozen=True)
 class Device:
-    """What computes on one rank.
+    """The device that computes on one rank.
 
     Args:
         name: As in the catalogue, or what the probe saw.

@@ -1,4 +1,4 @@
-"""What can go wrong in the world: one class per kind, each message a sentence with the way out.
+"""The errors that the world causes: one class per kind, each message a sentence with the way out.
 
 A caller's mistake is a `ValueError` or `TypeError`; these are for faults of peers, networks and time.
 """

@@ -33,7 +33,7 @@ def open_to_read(path: str | Path) -> BinaryIO:
 
 
 def read(path: str | Path, most_nbytes: int = MOST_NBYTES) -> bytes:
-    """All that a regular file holds, if that is not too much."""
+    """Return all that a regular file holds; raise OSError if that is too much."""
     with open_to_read(path) as file:
         content = file.read(most_nbytes + 1)
     if len(content) > most_nbytes:
@@ -79,7 +79,7 @@ def write(path: str | Path, text: str) -> None:
 
 
 def _umask() -> int:
-    """What this process takes from the rights of new files; `os.umask` would tell by setting it."""
+    """Return the bits that this process takes from the rights of new files; `os.umask` would tell by setting them."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("Umask:"):
             return int(line.split()[1], 8)

@@ -111,7 +111,7 @@ def check_kind(where: str, table: Table, key: str, kind: type | tuple[type, ...]
 
 
 def make(where: str, build: Callable[..., T], **fields: Any) -> T:
-    """What `build` makes of the fields; its complaint begins with the place in the file."""
+    """Return what `build` makes of the fields; its complaint begins with the place in the file."""
     try:
         return build(**fields)
     except (TypeError, ValueError, OverflowError) as error:
@@ -119,7 +119,7 @@ def make(where: str, build: Callable[..., T], **fields: Any) -> T:
 
 
 def is_comparable(value: object) -> bool:
-    """Whether ranks can compare a recipe: a frozen dataclass, by the name of its class and its fields."""
+    """Return whether ranks can compare a recipe: a frozen dataclass, by the name of its class and its fields."""
     made = dataclasses.is_dataclass(value) and not isinstance(value, type)
     return made and bool(type(value).__dataclass_params__.frozen)  # type: ignore[attr-defined]
 
