@@ -35,7 +35,7 @@ def check_share_gpus(command: str, asked: bool, ranks: int) -> None:
 
 @contextmanager
 def shared_gpus(ranks: int, quiet: bool, mps: bool = True) -> Iterator[dict[str, str]]:
-    """What so many ranks on the GPUs of this machine need in their environment: MPS, where it can be had.
+    """Yield what so many ranks on the GPUs of this machine need in their environment: MPS, where it can be had.
 
     Without it they take turns; so they have to, by `mps=False`, if one of them is to be killed.
     """

@@ -1,4 +1,4 @@
-"""What the arguments of every command share, and where results are printed.
+"""The common part of every command: the arguments' types and parser, and the printing of results.
 
 Bad input ends with exit code 2 and one sentence.
 """

@@ -1,1 +1,1 @@
-"""What `gradsync bench` measures and how: arms that add the same numbers in turn, and what came of it."""
+"""The measurements of `gradsync bench`: arms that add the same numbers in turn, and what came of it."""

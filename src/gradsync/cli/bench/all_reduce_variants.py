@@ -1,4 +1,4 @@
-"""Who takes part: the one table of all-reduces that a bench can run, and which of them it runs.
+"""The one table of all-reduces that a bench can run, and which of them it runs.
 
 peers      gloo, and MPI where it is installed; on GPUs NCCL: always there, so that every number has its neighbour
 gradsync   what --algorithms names

@@ -1,4 +1,4 @@
-"""What is to be measured, as data that travels to every rank as JSON."""
+"""The measurements to be made, as data that travels to every rank as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What came of a bench, in numbers; pure. `as_json` is what --json prints, and stays as it is.
+"""The result of a bench, in numbers; pure. `as_json` is what --json prints, and stays as it is.
 
 algbw = nbytes / time                   what a user gets
 busbw = algbw · 2(n−1)/n                what each rank's link carries in a ring; comparable across n
@@ -63,7 +63,7 @@ class BenchResult:
 
     @property
     def disturbed(self) -> bool:
-        """Whether others were at work enough that arms cannot be compared."""
+        """True if others were at work enough that arms cannot be compared."""
         return disturbing(self.machine.get("busy_cores_of_others"))
 
     @property
@@ -117,7 +117,7 @@ class BenchResult:
 
 
 def times_faster(cell: Cell, counterpart: Cell) -> float:
-    """How many times as long the other takes: the median of ratios within a round.
+    """Return how many times as long the other takes: the median of ratios within a round.
 
     Neighbours in time are compared, so what slows the whole machine for a while cancels out.
 

@@ -1,4 +1,4 @@
-"""What each rank of a bench runs, whoever started it: all arms on every size, in turn, each result checked.
+"""The program of each rank of a bench, whoever started it: all arms on every size, in turn, each result checked.
 
     for every size, cache and kind of main thread            one turn of an arm
       round 0   gloo | mpi | shared | any    not counted      fill with this rank's numbers

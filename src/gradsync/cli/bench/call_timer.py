@@ -1,4 +1,4 @@
-"""How one call is timed: in the main thread, or in a side thread while the main thread computes in Python.
+"""The timing of one call: in the main thread, or in a side thread while the main thread computes in Python.
 
 idle    main   arrive │ t0 call t1
 busy    main   waits  │ while not done: pass      the interpreter lock is taken whenever the call lets go

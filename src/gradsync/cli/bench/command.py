@@ -155,7 +155,7 @@ def _measure_as_rank(options: argparse.Namespace, task: Task) -> BenchResult | N
 
 
 def _wants_mpi(options: argparse.Namespace, missing: str | None) -> bool:
-    """Whether MPI takes part; a sentence if it was named and cannot."""
+    """Return whether MPI takes part; raise BadInput if it was named and cannot."""
     named = options.algorithms is not None and MPI in options.algorithms and set(options.algorithms) != set(VARIANTS)
     if options.share_gpus:
         missing = "it works in host memory"
@@ -243,7 +243,7 @@ def run_as_rank(config: BenchConfig, place: RankSpread, quiet: bool) -> BenchRes
 
 
 def _extent(config: BenchConfig) -> tuple[int, str]:
-    """How many lines rank 0 will write, and what they are."""
+    """Return how many lines rank 0 will write, and what they are."""
     return 2 + config.num_comparisons, f"measuring, {len(config.arms)} arms in turn"
 
 

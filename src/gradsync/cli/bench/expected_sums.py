@@ -1,4 +1,4 @@
-"""What every result must be: whole numbers by rank and index whose sum is exact in any dtype and any order."""
+"""The values that every result must have: whole numbers by rank and index whose sum is exact in any dtype and order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ExpectedSums:
         tensor[whole:].copy_(self._mine[: tensor.numel() - whole])
 
     def count_wrong(self, tensor: torch.Tensor) -> int:
-        """How many elements are not the sum over all ranks."""
+        """Return how many elements are not the sum over all ranks."""
         wrong = 0
         for part in tensor.split(_PERIOD):
             expected = self._sum[: part.numel()]

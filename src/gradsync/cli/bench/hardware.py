@@ -1,4 +1,4 @@
-"""What the numbers are measured on: processor, caches, memory."""
+"""The hardware that the numbers are measured on: processor, caches, memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def machine(hosts: int, threads: int) -> dict[str, Any]:
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -42,7 +42,7 @@ def last_level_cache_nbytes() -> int:
 
 
 def free_memory_nbytes() -> int:
-    """What can be allocated here: what the machine has left, or the container if that is less."""
+    """Return how much can be allocated here: what the machine has left, or the container if that is less."""
     for line in _MEMINFO.read_text().splitlines():
         if line.startswith("MemAvailable:"):
             free = _kibibytes(line.split()[1])

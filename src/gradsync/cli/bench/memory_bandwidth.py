@@ -1,4 +1,4 @@
-"""What the memory of the host can do, measured in the same run, and how to empty its caches.
+"""The bandwidth of the host's memory, measured in the same run, and a way to empty its caches.
 
 An all-reduce in place of S bytes on n ranks reads and writes each rank's bytes at least once, 2nS in all. At
 the B bytes per second that n processes at once can move, that takes 2nS / B: the bound. Data that stays in a

@@ -36,7 +36,7 @@ _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def missing_mpi() -> str | None:
-    """Why ranks cannot be started by mpirun; None if they can."""
+    """Return why ranks cannot be started by mpirun; None if they can."""
     if find_spec("mpi4py") is None:
         return "mpi4py is not installed (pip install mpi4py)"
     if (mpirun := shutil.which("mpirun")) is None:

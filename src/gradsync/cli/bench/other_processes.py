@@ -1,4 +1,4 @@
-"""Who else was at work on this host while we measured: a comparison on a busy machine is none.
+"""The work of others on this host while we measured: a comparison on a busy machine is none.
 
 Arms do not suffer alike: beside other processes MPI's median came out at 40 µs in one run and at 8 ms in the next,
 gloo's near 1 ms in both. Taking turns does not make that fair, so it is measured, and said.
@@ -25,14 +25,14 @@ class OtherProcesses:
         self._start, self._host_s, self._own_s = time.monotonic(), _host_s(), time.process_time()
 
     def cores(self) -> float:
-        """How many cores the other processes of the host kept busy; on rank 0, elsewhere 0."""
+        """Return how many cores the other processes of the host kept busy; on rank 0, elsewhere 0."""
         elapsed, host_s = time.monotonic() - self._start, _host_s() - self._host_s
         ranks_s = sum(own_s for [own_s] in collect([time.process_time() - self._own_s]))
         return max(0.0, host_s - ranks_s) / elapsed if ranks_s else 0.0
 
 
 def disturbing(busy_cores: float | None) -> bool:
-    """Whether so much work of others makes a comparison of arms worthless; None: nobody looked."""
+    """Return whether others work so much that a comparison of arms is worthless; None: nobody looked."""
     return (busy_cores or 0.0) > _TOLERABLE_CORES
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of a bench tell each other, between measurements: numbers, never objects."""
+"""The numbers, never objects, that the ranks of a bench tell each other between measurements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradsync.transport.host_meeting import host_identity
 
 
 class RankSpread(NamedTuple):
-    """How the ranks are spread."""
+    """The spread of the ranks over hosts."""
 
     num_hosts: int
     ranks_here: int  # on this rank's host
@@ -37,7 +37,7 @@ def decide(*numbers: int) -> list[int]:
 
 
 def spread_over_hosts() -> RankSpread:
-    """How many hosts the group spans; all ranks call it."""
+    """Return how many hosts the group spans, and how many ranks are on this one; all ranks call it."""
     mine = torch.tensor(int.from_bytes(sha256(host_identity().encode()).digest()[:7]))
     each = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(each, mine)

@@ -21,7 +21,7 @@ _FOOTNOTE = (
 
 
 def footnote(result: BenchResult) -> str:
-    """What the columns say."""
+    """Return a footnote on what the columns say."""
     return _FOOTNOTE.format(peer=result.peer)
 
 
@@ -32,7 +32,7 @@ def tables(result: BenchResult) -> list[Table]:
 
 
 def sentences(result: BenchResult) -> list[str]:
-    """What the arms are, how fast memory is, and whether all results were right."""
+    """Say what the arms are, how fast memory is, and whether all results were right."""
     arms = dict.fromkeys(cell.arm for cell in result.cells)
     told = ["; ".join(f"{arm}: {VARIANTS[arm].says}" for arm in arms) + "."]
     if result.memory_bandwidth is not None:

@@ -30,7 +30,7 @@ CHECKS = (
 
 
 def examine(facts: Sequence[Facts], measured: MeasuredLinks | None, *known: Finding) -> list[Finding]:
-    """What all checks find, and what is known already, the worst first."""
+    """Return what all checks find, and what is known already, the worst first."""
     found = [*(finding for check in CHECKS for finding in check(facts)), *known]
     if measured is not None:
         found += [*check_links(measured, facts), *check_clocks(measured)]

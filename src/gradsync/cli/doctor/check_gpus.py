@@ -15,7 +15,7 @@ _FAR = "SYS"  # through the link between two processors
 
 
 def check_gpus(facts: Sequence[Facts]) -> list[Finding]:
-    """How many each rank sees, and whether two take the same."""
+    """Check how many GPUs each rank sees, and whether two take the same."""
     counts = {len(each.gpus) for each in facts}
     if counts == {0}:
         return [Finding(Grade.OK, "GPUs", "none: ranks compute on processors")]

@@ -120,7 +120,7 @@ def _gloo(host: Sequence[Facts]) -> list[Finding]:
 
 
 def _leads_to_no_host(nic: Nic | None) -> tuple[str, str] | None:
-    """What an interface is, and why no other host may reach it there; None if one can."""
+    """Return what an interface is, and why no other host may reach it there; None if one can."""
     if nic is None or _is_loopback(nic):
         return "loopback", "which no other host can reach"
     if nic.name.startswith(_HOST_ONLY):

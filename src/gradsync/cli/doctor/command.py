@@ -49,7 +49,7 @@ under a launcher, on one host or several, differences between ranks are found to
 
 
 class DoctorResult(NamedTuple):
-    """What a check-up gave."""
+    """The result of a check-up."""
 
     findings: list[Finding]
     facts: Sequence[Facts]
@@ -119,7 +119,7 @@ def _examined(facts: list[Facts], brief: bool, measure: Callable[[], MeasuredLin
 
 
 def _by_itself(own: Facts, what: str, error: LaunchError, fix: str) -> DoctorResult:
-    """What a rank finds that does not know of the others."""
+    """Return what a rank finds that does not know of the others."""
     return DoctorResult(examine([own], None, Finding(Grade.WRONG, what, str(error), fix)), [own], None, False)
 
 

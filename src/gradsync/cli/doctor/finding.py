@@ -1,4 +1,4 @@
-"""What a check found: how bad it is, what, why, and the command that mends it."""
+"""The finding of a check: how bad it is, what, why, and the command that mends it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradsync.launch.roster import spans
 
 
 class Grade(IntEnum):
-    """How bad a finding is; the worst first."""
+    """The grade of a finding, the worst first."""
 
     WRONG = 0  # a run will fail, hang, or be far slower than it could be
     NOTE = 1  # worth knowing: it may be meant
@@ -42,7 +42,7 @@ def by_host(facts: Iterable[Facts]) -> dict[str, list[Facts]]:
 
 
 def on_one_host(facts: Sequence[Facts]) -> bool:
-    """Whether all ranks are here, on one host; a launcher may have been told of several nodes on it."""
+    """Return whether all ranks are here, on one host; a launcher may have been told of several nodes on it."""
     return len(by_host(facts)) == 1 and (facts[0].num_nodes <= 1 or len(facts) >= facts[0].world_size)
 
 

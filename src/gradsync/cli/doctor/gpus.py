@@ -25,7 +25,7 @@ def gpus() -> list[Gpu]:
 
 
 def topology() -> str:
-    """What `nvidia-smi topo -m` prints; "" without it."""
+    """Return what `nvidia-smi topo -m` prints; "" without it."""
     path = shutil.which("nvidia-smi")
     if path is None:
         return ""
@@ -37,7 +37,7 @@ def topology() -> str:
 
 
 def matrix(text: str) -> dict[tuple[str, str], str]:
-    """How each pair of GPUs and network cards is joined; what does not look like that table is left out.
+    """Return how each pair of GPUs and network cards is joined; what does not look like that table is left out.
 
     >>> matrix("\\tGPU0\\tGPU1\\tNIC0\\tCPU Affinity\\nGPU0\\t X \\tNV12\\tSYS\\t0-15\\nGPU1\\tNV12\\t X \\tPIX\\t0-15")
     {('GPU0', 'GPU1'): 'NV12', ('GPU0', 'NIC0'): 'SYS', ('GPU1', 'NIC0'): 'PIX'}

@@ -1,4 +1,4 @@
-"""What the machine or container allows this process: memory to share and lock, files, processors, a place to write."""
+"""The limits that the machine or container sets this process: memory to share and lock, files, processors, a folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def shared_memory() -> tuple[int, int]:
 
 
 def has_memfd() -> bool:
-    """Whether memory can be shared without a name, as gradsync does it."""
+    """Return whether memory can be shared without a name, as gradsync does it."""
     try:
         os.close(os.memfd_create("gradsync-doctor"))
     except (OSError, AttributeError):
@@ -45,7 +45,7 @@ def usable_cpus() -> float:
 
 
 def trace_folder(name: str) -> tuple[str, int]:
-    """Why nothing can be written there, "" if it can; and the bytes that are free, -1 if not known."""
+    """Return why nothing can be written there, "" if it can; and the bytes that are free, -1 if not known."""
     if not name:
         return "", -1
     folder = Path(name)

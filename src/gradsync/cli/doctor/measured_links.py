@@ -1,4 +1,4 @@
-"""What is measured between the ranks: each link in a ring of hosts, or of ranks on one host, and the hosts' clocks.
+"""The measurements between the ranks: each link in a ring of hosts, or of ranks on one host, and the hosts' clocks.
 
 Every rank of the group takes part, and all get the same.
 """
@@ -44,7 +44,7 @@ class MeasuredLink(NamedTuple):
 
 
 class HostClockOffset(NamedTuple):
-    """How far a host's wall clock is ahead of rank 0's."""
+    """The time by which a host's wall clock is ahead of rank 0's."""
 
     host: str
     offset_s: float
@@ -52,7 +52,7 @@ class HostClockOffset(NamedTuple):
 
 
 class MeasuredLinks(NamedTuple):
-    """All that was measured between the ranks."""
+    """All measurements between the ranks."""
 
     across: bool = False  # between hosts
     links: Sequence[MeasuredLink] = ()

@@ -1,4 +1,4 @@
-"""What one rank knows of itself and its machine, as plain data: gathered by `gather`, sent to rank 0 as JSON.
+"""The facts that one rank knows of itself and its machine: gathered by `gather`, sent to rank 0 as JSON.
 
 Nothing is None, so that a record can be checked by the types of the defaults: what is not known is "", 0, -1 or empty.
 Ranks may run different versions, which is one of the things to find: keys that are missing keep their defaults, keys
@@ -87,7 +87,7 @@ class Facts:
 
 
 def facts_of(record: Mapping[str, Any]) -> Facts:
-    """What `record()` made, in this version or another.
+    """Return the facts in what `record()` made, in this version or another.
 
     >>> facts_of({"rank": 3, "host": "b", "nics": [{"name": "eth0", "mtu": 9000}], "mood": "good"}).nics[0].mtu
     9000

@@ -1,4 +1,4 @@
-"""What the predictions say: the plan to use, and whether anything is to be gained by it."""
+"""The answer of the predictions: the plan to use, and whether anything is to be gained by it."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ class Answer:
 
     @property
     def needed(self) -> bool:
-        """Whether there is something to gain over DDP without changing what is learned, or something to look for."""
+        """True if there is something to gain over DDP without changing what is learned, or something to look for."""
         gain = saving(pick(self.same), self.ddp)
         return gain > SAME or (self.ddp.overhead > SMALL and gain >= -SAME)
 
     @property
     def slower(self) -> bool:
-        """Whether the chosen plan costs noticeably more than stock DDP."""
+        """True if the chosen plan costs noticeably more than stock DDP."""
         return saving(self.chosen, self.ddp) < -SAME
 
 
@@ -90,7 +90,7 @@ def answer(
 
 
 def trains_the_same(prediction: Prediction) -> bool:
-    """Whether what is learned is what exact averaging in every step learns, up to 16-bit rounding."""
+    """Return whether a run learns what exact averaging in every step learns, up to 16-bit rounding."""
     return prediction.quality in _SAME and isinstance(prediction.plan.pace, EveryStep)
 
 

@@ -56,12 +56,12 @@ def groups(answer: Answer) -> list[tuple[str, tuple[Prediction, ...]]]:
 
 
 def left_out(answer: Answer) -> int:
-    """How many candidates the table does not show."""
+    """Return how many candidates the table does not show."""
     return len(answer.candidates) - sum(len(_shown(group, answer)) for _, group in groups(answer))
 
 
 def footnote(width: int = _WIDE) -> str:
-    """What the columns mean."""
+    """Return a footnote on what the columns mean."""
     parts = ["nine in ten: steps should lie there", "overhead: the share of the step that synchronization takes"]
     parts.append("saves: of the chosen plan's step")
     if width >= _WIDE:

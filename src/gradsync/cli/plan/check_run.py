@@ -91,7 +91,7 @@ def check(run: SavedRun) -> Check:
 
 
 def sentences(checked: Check, now: Prediction) -> list[str]:
-    """What came of it, and what the plan would be with the numbers put right."""
+    """Say what came of the check, and what the plan would be with the numbers put right."""
     run, predicted = checked.run, checked.predicted
     inside = predicted.low_s <= run.step_s <= predicted.high_s
     computing_s, waiting_s = split(predicted)

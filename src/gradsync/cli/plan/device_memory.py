@@ -1,4 +1,4 @@
-"""Whether the model fits at all: weights, gradients and Adam's state against what a device holds."""
+"""A check that the model fits at all: weights, gradients and Adam's state against what a device holds."""
 
 from __future__ import annotations
 

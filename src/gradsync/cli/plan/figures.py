@@ -63,7 +63,7 @@ def show_saving(share: float) -> str:
 
 
 def samples(profile: ModelProfile) -> str:
-    """What a batch is made of.
+    """Return what a batch is made of.
 
     >>> from gradsync.planner.known_models import architecture
     >>> samples(architecture("resnet50")), samples(architecture("gpt2"))

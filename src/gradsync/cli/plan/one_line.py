@@ -21,7 +21,7 @@ _UNKNOWN = 1e3  # a loss that nobody has measured is reckoned higher than any th
 
 
 def in_one_line(answer: Answer) -> str:
-    """What synchronization costs, what to do about it, and what one could do beyond that."""
+    """Say what synchronization costs, what to do about it, and what one could do beyond that."""
     told = _on_speed(answer)
     if not (short := shortage(answer.profile, answer.cluster)):
         return told
@@ -53,7 +53,7 @@ def _on_speed(answer: Answer) -> str:
 
 
 def offers(answer: Answer) -> tuple[Prediction, ...]:
-    """What would be gained by giving up more than the chosen plan does: at most two.
+    """Return the predictions, at most two, that would gain by giving up more than the chosen plan does.
 
     First the gentlest of those whose loss was measured within 1 % of the exact one; then, if steps of others are much
     shorter still, the gentlest of these. Gentle is what hardly raised a loss where that was measured; another pace is

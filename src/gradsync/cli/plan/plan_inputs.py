@@ -1,4 +1,4 @@
-"""What the user asks about: the options become a cluster and a model's profile, or one sentence on what is wrong."""
+"""The user's question: the options become a cluster and a model's profile, or one sentence on what is wrong."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def read_inputs(options: argparse.Namespace) -> PlanInputs:
 
 
 def as_bad_input(make: Callable[[], T]) -> T:
-    """What `make` returns; its ValueError as the command's one sentence."""
+    """Return what `make` returns; raise its ValueError as the command's one sentence."""
     try:
         return make()
     except ValueError as error:
@@ -73,7 +73,7 @@ def write(option: str, path: Path, put: Callable[[Path], object]) -> None:
 
 
 def load(option: str, path: Path, read: Callable[[Path], T]) -> T:
-    """What a file holds; a sentence if there is none."""
+    """Return what a file holds; raise BadInput, a sentence, if it cannot be read."""
     try:
         return as_bad_input(lambda: read(path))
     except OSError as error:

@@ -27,7 +27,7 @@ _NAMED = 3  # files that are missing
 
 @dataclass(frozen=True)
 class SavedRun:
-    """What a folder holds; times are means over ranks of the middle of their steps."""
+    """The run that a folder holds; times are means over ranks of the middle of their steps."""
 
     cluster: Cluster
     profile: ModelProfile

@@ -33,7 +33,7 @@ def draw_timeline(prediction: Prediction, until_s: float) -> str:
 
 
 def _joined(spans: Sequence[StepSpan]) -> list[StepSpan]:
-    """What goes on without a pause as one: backward is simulated from bucket to bucket."""
+    """Join into one what goes on without a pause: backward is simulated from bucket to bucket."""
     joined: dict[str, list[StepSpan]] = {track: [] for track in _TRACKS}
     for span in spans:
         row = joined[span.track]

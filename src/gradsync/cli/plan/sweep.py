@@ -29,7 +29,7 @@ FAR = 1024  # GPUs: what lies beyond is labelled
 
 @dataclass(frozen=True)
 class Axis:
-    """What is varied, from where to where; rates are those on the box, in bytes per second."""
+    """The quantity that is varied, from where to where; rates are those on the box, in bytes per second."""
 
     what: What
     low: float

@@ -30,7 +30,7 @@ _BAR = 12  # letters of the whole step
 
 
 def calibration(answer: Answer) -> str:
-    """Whether to believe it."""
+    """Say how far to believe the figures."""
     basis = CALIBRATED if answer.cluster.calibrated else CATALOGUE
     return f"{basis} {EXTRAPOLATION}." if answer.cluster.world_size > FAR else basis
 
@@ -55,7 +55,7 @@ def assumptions(answer: Answer) -> list[str]:
 
 
 def _control(cluster: Cluster) -> str:
-    """What it costs that ranks agree on every step, which grows with the logarithm of the hosts."""
+    """Say what it costs that ranks agree on every step, which grows with the logarithm of the hosts."""
     levels = len(subgroup_sizes(len(cluster.hosts)))
     tree = "in one subgroup of hosts" if levels == 1 else f"up and down {levels} levels of hosts"
     seconds = show_seconds(Collectives(cluster).header().seconds)
@@ -73,7 +73,7 @@ def _dtype(answer: Answer) -> list[str]:
 
 
 def _sharing(profile: ModelProfile, cluster: Cluster) -> list[str]:
-    """Why a step computes for longer than its profile: where that is so, all figures rest on it."""
+    """Say why a step computes for longer than its profile: where that is so, all figures rest on it."""
     cores = cluster.device.cores
     if cores > _WHOLE_CORE or cluster.world_size == 1:
         return []

@@ -1,4 +1,4 @@
-"""What would change the answer: the network and the batch at which it becomes another one, found by bisection."""
+"""The figures that would change the answer: the network and the batch at which it becomes another, by bisection."""
 
 from __future__ import annotations
 

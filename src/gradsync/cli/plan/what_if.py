@@ -38,7 +38,7 @@ def with_faster_link(cluster: Cluster, factor: float) -> Cluster:
 
 
 def with_gpus(cluster: Cluster, gpus: int) -> Cluster:
-    """So many ranks on hosts of the same size; the last one may have fewer.
+    """Return a cluster of so many ranks on hosts of the same size; the last one may have fewer.
 
     >>> with_gpus(Cluster(((0, 1),), Link(0, 1.0), Link(0, 1.0)), 5).hosts
     ((0, 1), (2, 3), (4,))
@@ -48,7 +48,7 @@ def with_gpus(cluster: Cluster, gpus: int) -> Cluster:
 
 
 def with_tokens(profile: ModelProfile, tokens: float) -> ModelProfile:
-    """So many tokens per GPU and step: computation in proportion, the optimizer's step as it is."""
+    """Return a profile for so many tokens per GPU and step: computation in proportion, the optimizer as it is."""
     return with_slower_compute(profile, tokens / profile.tokens, optimizer=False, tokens=tokens)
 
 

@@ -1,4 +1,4 @@
-"""What a probe found, as tables, sentences and JSON."""
+"""The findings of a probe, as tables, sentences and JSON."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tables(findings: ProbeFindings) -> list[Table]:
 
 
 def sentences(findings: ProbeFindings, path: Path) -> list[str]:
-    """How well it fits, what looked wrong, and what to do now."""
+    """Say how well the links fit, what looked wrong, and what to do now."""
     device = findings.cluster.device
     return [
         *(_link(name, fit.link) for name, fit in findings.tiers.items()),

@@ -1,1 +1,1 @@
-"""What `gradsync demo --slow-link` does: joins two networks of this machine by a slow link, and trains over it."""
+"""The demo `gradsync demo --slow-link`: it joins two networks of this machine by a slow link, and trains over it."""

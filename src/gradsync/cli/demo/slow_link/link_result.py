@@ -1,4 +1,4 @@
-"""What came of the arms over a slow link, from the ranks' records; pure."""
+"""The result of the arms over a slow link, from the ranks' records; pure."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LinkResult:
 
     @property
     def disturbed(self) -> bool:
-        """Whether others were at work enough that step times cannot be compared."""
+        """True if others were at work enough that step times cannot be compared."""
         return disturbing(self.busy_cores_of_others)
 
     def arm(self, name: str) -> LinkVariantResult:
@@ -66,7 +66,7 @@ class LinkResult:
         return min(self.arm(DDP), self.arm(GRADSYNC), key=lambda arm: arm.step_ms.median)
 
     def keeps_up(self, arm: LinkVariantResult) -> bool:
-        """Whether an arm learned as much as DDP in the same steps, but for a hundredth of the loss."""
+        """Return whether an arm learned as much as DDP in the same steps, but for a hundredth of the loss."""
         return arm.validation_loss <= 1.01 * self.arm(DDP).validation_loss
 
     def as_json(self) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def check(code: int, call: str) -> None:
 
 
 def missing_capabilities() -> list[str]:
-    """What this process lacks to make networks, by name."""
+    """Return the names of the capabilities that this process lacks to make networks."""
     status = Path("/proc/self/status").read_text()
     held = int(next(line for line in status.splitlines() if line.startswith("CapEff")).split()[1], 16)
     return [name for name, bit in _CAPABILITIES.items() if not held >> bit & 1]
@@ -70,7 +70,7 @@ def enter_user_namespace() -> None:
 
 
 def explain(error: OSError, settings: Path = Path("/proc/sys")) -> str:
-    """Why there can be no namespace, and what to do."""
+    """Say why there can be no namespace, and what to do."""
     for name, (forbids, allows) in _SETTINGS.items():
         file = settings / name.replace(".", "/")
         if file.exists() and file.read_text().strip() == forbids:

@@ -16,7 +16,7 @@ _COMMAND = "import sys; from gradsync.cli.main import main; sys.exit(main(sys.ar
 
 
 def has_rights() -> bool:
-    """Whether this process may make networks."""
+    """Return whether this process may make networks."""
     if sys.platform != "linux":
         raise BadInput(
             f"gradsync demo: --slow-link needs network namespaces, which are Linux's; this is {sys.platform}"

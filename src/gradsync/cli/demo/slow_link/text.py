@@ -38,7 +38,7 @@ def table(result: LinkResult) -> Table:
 
 
 def sentences(result: LinkResult) -> list[str]:
-    """What one sees in the table; nothing of times that others have spoiled."""
+    """Say what one sees in the table; nothing of times that others have spoiled."""
     times = [on_others(result)] if result.disturbed else [_on_speed(result), _on_a_fast_link(result)]
     return [*times, _on_loss(result)]
 

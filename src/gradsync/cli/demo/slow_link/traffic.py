@@ -1,4 +1,4 @@
-"""What a host sent over its link, as the kernel counts it."""
+"""The traffic that a host sent over its link, as the kernel counts it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _HEADERS = 14 + 20 + 32  # Ethernet, IP, TCP with timestamps
 
 
 class Traffic(NamedTuple):
-    """What a host sent over its link, headers included. A packet is what TCP hands over at once, up to 64 KB."""
+    """The traffic of a host over its link, headers included. A packet is what TCP hands over at once, up to 64 KB."""
 
     nbytes: int
     packets: int

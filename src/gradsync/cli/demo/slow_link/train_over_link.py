@@ -1,4 +1,4 @@
-"""What each rank runs: it moves to a network of its own, is joined to the other by a slow link, and trains over it.
+"""The program of each rank: it moves to a network of its own, is joined to the other by a slow link, trains over it.
 
     rank 0 ─ unshare ─┬─ barrier ─ connects both ─┬─ barrier ─ new group, over eth0 ─ a step of each arm in turn ─ ...
     rank 1 ─ unshare ─┘            waits          ┘
@@ -38,7 +38,7 @@ _TIMEOUT = timedelta(minutes=2)  # of the group; the slowest link takes 10 s for
 
 
 class LinkRecord(NamedTuple):
-    """What one rank has to tell of one arm."""
+    """The record of one rank on one arm."""
 
     steps_s: list[float]  # of each timed step
     sent_nbytes: list[int]  # in each of them, without headers
@@ -67,7 +67,7 @@ class Replica:
         self._sent_nbytes.append(_sent() - before)
 
     def record(self, text: Text, shape: DemoShape) -> LinkRecord:
-        """What there is to tell."""
+        """Return this rank's record of the arm."""
         loss = validate(self._plain, text, shape, _VALIDATION_WINDOWS) if dist.get_rank() == 0 else None
         return LinkRecord(self._steps_s[UNTIMED:], self._sent_nbytes[UNTIMED:], loss)
 

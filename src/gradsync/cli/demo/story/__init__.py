@@ -1,1 +1,1 @@
-"""What `gradsync demo` tells: a text, a model, arms that train it, what came of it."""
+"""The story of `gradsync demo`: a text, a model, arms that train it, what came of it."""

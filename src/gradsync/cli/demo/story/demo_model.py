@@ -14,7 +14,7 @@ from gradsync.cli.demo.story.corpus import VOCABULARY
 
 @dataclass(frozen=True)
 class DemoShape:
-    """How large the model and each rank's share of a batch are, and on what they are."""
+    """The size of the model and of each rank's share of a batch, and the device that they are on."""
 
     layers: int = 4
     width: int = 128
@@ -75,6 +75,6 @@ def build(shape: DemoShape) -> CharTransformer:
 
 
 def loss_of(model: Callable[[torch.Tensor], torch.Tensor], batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """How surprised the model is by the next character, in nats."""
+    """Return the cross-entropy of the next character under the model, in nats."""
     scores = model(batch[0])
     return functional.cross_entropy(scores.flatten(0, 1), batch[1].flatten())

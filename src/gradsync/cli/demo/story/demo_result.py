@@ -1,4 +1,4 @@
-"""What came of the arms, from the ranks' records; pure."""
+"""The result of the arms, from the ranks' records; pure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class VariantComparison:
 
     @property
     def clear(self) -> bool:
-        """Whether so lopsided a count would come up in less than 1 of 20 runs if the arms were alike."""
+        """True if so lopsided a count would come up in less than 1 of 20 runs if the arms were alike."""
         return abs(self.slower_rounds - self.rounds / 2) > 0.98 * math.sqrt(self.rounds)
 
 
@@ -73,7 +73,7 @@ class DemoResult:
 
     @property
     def disturbed(self) -> bool:
-        """Whether others were at work enough that step times cannot be compared."""
+        """True if others were at work enough that step times cannot be compared."""
         return disturbing(self.busy_cores_of_others)
 
     def arm(self, name: str) -> DemoVariantResult:

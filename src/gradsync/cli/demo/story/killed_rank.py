@@ -35,7 +35,7 @@ _LIMIT_S = 45.0  # for the start of the ranks, the training and the survivors' a
 
 @dataclass(frozen=True)
 class SurvivorReport:
-    """What one survivor said; no error: it said nothing for so many seconds, and still waits."""
+    """The report of one survivor; no error: it said nothing for so many seconds, and still waits."""
 
     rank: int
     error: str | None
@@ -46,7 +46,7 @@ class SurvivorReport:
 
 @dataclass(frozen=True)
 class RankDeath:
-    """How one arm took the death of a rank."""
+    """The death of a rank, as one arm took it."""
 
     arm: str
     killed: int
@@ -56,7 +56,7 @@ class RankDeath:
         return asdict(self)
 
     def summary(self) -> str:
-        """What this death comes to, in a line."""
+        """Say what this death comes to, in a line."""
         named = sum(report.names_killed_rank for report in self.fates)
         last = max(report.seconds for report in self.fates)
         told = "every survivor knew" if all(report.error for report in self.fates) else "not every survivor knew"
@@ -114,7 +114,7 @@ def _survivor_report(folder: Path, rank: int, killed: int, died_at: float) -> Su
 
 
 def names(rank: int, message: str) -> bool:
-    """Whether a message says that something happened to a rank; `[rank 0/2 ...]` only says who speaks.
+    """Return whether a message says that something happened to a rank; `[rank 0/2 ...]` only says who speaks.
 
     >>> names(1, "[rank 0/2 step 5] rank 1 (pid 77) died"), names(0, "[rank 0/2 step 5] rank 1 (pid 77) died")
     (True, False)

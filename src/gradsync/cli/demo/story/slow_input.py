@@ -47,7 +47,7 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class SlowInput:
-    """What came of training with a slow input."""
+    """The result of training with a slow input."""
 
     slowed: int
     slowed_ms: float
@@ -83,7 +83,7 @@ def train_slowly(slowed: int, shape: DemoShape, steps: int, folder: str) -> floa
 
 
 def read_slow_input(folder: Path, slowed: int, busy_cores: float = 0.0) -> SlowInput:
-    """What the traces say."""
+    """Return what the traces say."""
     run = read_run(folder)
     table, summary = tabulate(run), summarize(run)
     ranks = [_times(table, rank) for rank in table.ranks]

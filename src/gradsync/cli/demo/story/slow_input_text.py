@@ -26,7 +26,7 @@ def table(result: SlowInput) -> Table:
 
 
 def sentences(result: SlowInput) -> list[str]:
-    """What one sees in it."""
+    """Say what one sees in the result."""
     said = [f"gradsync report: {line}" for line in [result.verdict, *result.blame]]
     told = [_by_stopwatch(result), *said, *([] if result.blame else [_nobody(result)])]
     return [*told, _on_others(result)] if disturbing(result.busy_cores_of_others) else told

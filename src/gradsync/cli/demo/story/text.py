@@ -42,7 +42,7 @@ def table(result: DemoResult) -> Table:
 
 
 def sentences(result: DemoResult) -> list[str]:
-    """What one sees in the table; nothing of times that others have spoiled."""
+    """Say what one sees in the table; nothing of times that others have spoiled."""
     times = [on_others(result)] if result.disturbed else [_on_speed(result), _on_ranks(result)]
     return [_on_learning(result), _on_drift(result), _on_equality(result), *times]
 
@@ -54,7 +54,7 @@ def _title(result: DemoResult) -> str:
 
 
 def show_threads(count: int) -> str:
-    """How many, in words."""
+    """Return a count of threads in words."""
     return "1 thread" if count == 1 else f"{count} threads"
 
 
@@ -101,7 +101,7 @@ def _on_equality(result: DemoResult) -> str:
 
 
 def on_others(result: DemoResult | LinkResult) -> str:
-    """What others' work has spoiled."""
+    """Say what others' work has spoiled."""
     return (
         f"{disturbance(result.busy_cores_of_others, result.cores)}: the step times above prove nothing. "
         "Run it again when the machine is idle."

@@ -1,4 +1,4 @@
-"""What each rank of the demo runs: four ways to train the same model, a few steps of each in turn.
+"""The program of each rank of the demo: four ways to train the same model, a few steps of each in turn.
 
 Interleaved, so that whatever else the machine does meets all arms alike:
 
@@ -43,7 +43,7 @@ LEARNING_RATE = 3e-3
 
 
 class DemoRecord(NamedTuple):
-    """What one rank has to tell; the dicts that only rank 0 can fill are empty elsewhere."""
+    """The record of one rank; the dicts that only rank 0 can fill are empty elsewhere."""
 
     rounds: dict[str, list[list[float]]]  # seconds of each timed step, by arm and round
     loss_before: float
@@ -128,7 +128,7 @@ def _batch(arm: DemoVariant, text: Text, shape: DemoShape, step: int) -> tuple[t
 
 
 def rank_batch(text: Text, shape: DemoShape, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What this rank trains on in this step, the same in every arm."""
+    """Return what this rank trains on in this step, the same in every arm."""
     windows, following = draw(text.train, shape.batch, shape.context, seed=step * MAX_RANKS + rank)
     return windows.to(shape.device), following.to(shape.device)
 
@@ -168,7 +168,7 @@ def _final_record(arms: list[DemoVariant], sync: GradSync, text: Text, shape: De
 
 
 def ring_bytes(payload: int, ranks: int) -> float:
-    """What each rank sends when a ring averages the payload.
+    """Return how many bytes each rank sends when a ring averages the payload.
 
     >>> ring_bytes(1000, 2), ring_bytes(1000, 4)
     (1000.0, 1500.0)
@@ -188,6 +188,6 @@ def _gather(weights: torch.Tensor) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def validate(model: nn.Module, text: Text, shape: DemoShape, windows: int = _VALIDATION_WINDOWS) -> float:
-    """How surprised the model is by files that nobody trained on."""
+    """Return the model's loss on files that nobody trained on."""
     characters, following = draw(text.validation, windows, shape.context, seed=_VALIDATION_SEED)
     return float(loss_of(model, (characters.to(shape.device), following.to(shape.device))))

@@ -1,4 +1,4 @@
-"""How far apart two copies of a model are, measured on all parameters as one vector."""
+"""The distance between two copies of a model, measured on all parameters as one vector."""
 
 from __future__ import annotations
 
