@@ -30,7 +30,7 @@ class ComparedNumber(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """What two runs show together."""
+    """The comparison of two runs."""
 
     verdict: str
     rows: list[ComparedNumber]
@@ -73,7 +73,7 @@ def _per_batch(numbers: dict[str, Value], batches: float) -> dict[str, Value]:
 
 
 def _unlike(a: dict[str, Value], b: dict[str, Value]) -> str:
-    """What else than synchronization differs, so that nobody takes it for the reason."""
+    """Say what else than synchronization differs, so that nobody takes it for the reason."""
     said = ""
     if a.get("world_size") != b.get("world_size"):
         said += f", on {a['world_size']} and {b['world_size']} ranks"

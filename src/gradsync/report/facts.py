@@ -135,7 +135,7 @@ def tell(
 
 
 def _of_step(run: RunTrace, overhead: Overhead, since: str) -> list[Fact]:
-    """How long it is, and what of it is waiting; a rank alone waits for nobody."""
+    """Return how long a step is, and what of it is waiting; a rank alone waits for nobody."""
     taken = f"the middle half of {overhead.num_steps} steps, on the average{since}"
     if overhead.seldom:
         taken = f"the mean of {overhead.num_steps}; not all of them synchronize{since}"

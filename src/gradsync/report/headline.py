@@ -30,7 +30,7 @@ def headline(
 
 
 def broke(error: Error) -> str:
-    """What ended a run, in a sentence."""
+    """Say in a sentence what ended a run."""
     named = f", which names {listed(error.ranks)}" if error.ranks else ""
     return f"The run broke in step {error.step} with {printable(error.what)}{named}."
 
@@ -63,7 +63,7 @@ def _late_parts(overhead: Overhead, blame: Sequence[Blame]) -> list[tuple[float,
 def _other_parts(
     run: RunTrace, overhead: Overhead, blame: Sequence[Blame], links: Sequence[SlowLink]
 ) -> list[tuple[float, str]]:
-    """What no rank is to blame for."""
+    """Return the parts that no rank is to blame for."""
     if (whom := waits_for(run)) is not None:
         return [(overhead.share, f"waiting for {whom}")]
     late = {each.rank for each in blame}

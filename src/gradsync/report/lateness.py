@@ -1,4 +1,4 @@
-"""Who was late, by how much and in what: from each rank's own work before it had to wait.
+"""The ranks that were late, by how much and in what: from each rank's own work before it had to wait.
 
     rank 0  ▒▒▒▒▒▒▒▒▒▒▒▒▒▒░░░░░░░░░░░░░░│      ▒ own work    ░ wait
     rank 1  ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒░░░░░░░░░░░░░│

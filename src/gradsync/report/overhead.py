@@ -1,4 +1,4 @@
-"""What synchronization costs in a usual step, and for what: waiting for late ranks, or the network.
+"""The cost of synchronization in a usual step, and its reasons: waiting for late ranks, or the network.
 
     rank 0  ▒▒▒▒▒▒▒▒▒▒▒▒▒▒░░░░░░░░░░░░▓▓▓│      ▒ own work    ░ somebody is late    ▓ network
     rank 1  ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒░░░░▓▓▓│
@@ -47,7 +47,7 @@ class Overhead:
 
     @property
     def overlap(self) -> float | None:
-        """Which part of what can hide behind computing does: 1 is the ideal step, max(computing, communication)."""
+        """The part that hides of what can hide behind computing: 1 is the ideal step, max(computing, communication)."""
         if not self.comm_s or not self.own_s:
             return None
         hidden = (self.comm_s - self.network_s) / min(self.comm_s, self.own_s)
@@ -95,7 +95,7 @@ def measure(table: Table) -> Overhead | None:
 
 
 def exposed(cell: StepLine) -> float:
-    """What a rank waited with nothing to compute, within the step: a file may say anything."""
+    """Return how long a rank waited with nothing to compute, within the step: a file may say anything."""
     return min(max(0.0, cell.exposed_s), cell.step_s)
 
 
@@ -107,7 +107,7 @@ def middle_half(rows: Sequence[Mapping[int, StepLine]]) -> list[Mapping[int, Ste
 
 
 def _split(row: Mapping[int, StepLine]) -> tuple[float, dict[int, float]]:
-    """How long ranks waited for others on the average in one step, and for whom."""
+    """Return how long ranks waited for others on the average in one step, and for whom."""
     ready = sorted((own_s(cell), rank) for rank, cell in row.items())
     charges = dict.fromkeys(row, 0.0)
     total = 0.0
@@ -122,6 +122,6 @@ def _split(row: Mapping[int, StepLine]) -> tuple[float, dict[int, float]]:
 
 
 def _is_seldom(rows: Sequence[Mapping[int, StepLine]]) -> bool:
-    """Whether many steps, but not all, have nothing to do with others."""
+    """Return whether many steps, but not all, have nothing to do with others."""
     idle = sum(all(not cell.comm_s and not cell.exposed_s and not cell.nbytes for cell in row.values()) for row in rows)
     return _SELDOM * len(rows) <= idle < len(rows)

@@ -55,7 +55,7 @@ def warn_of_overlap(run: RunTrace, table: Table, overhead: Overhead) -> Iterable
 
 
 def _smaller_buckets(run: RunTrace, of_ddp: bool) -> str:
-    """How to have smaller buckets; gs.auto() has looked at that."""
+    """Say how to have smaller buckets; gs.auto() has looked at that."""
     if any(trace.choices for trace in run.ranks.values()):
         return ", which gs.auto() found the fastest: it prices smaller ones too."
     knob = "bucket_cap_mb of DistributedDataParallel" if of_ddp else "bucket_bytes of gs.Plan"
@@ -63,7 +63,7 @@ def _smaller_buckets(run: RunTrace, of_ddp: bool) -> str:
 
 
 def _asked_for_none(run: RunTrace) -> bool:
-    """Whether the plan that runs now asks for no overlap."""
+    """Return whether the plan that runs now asks for no overlap."""
     first = next(iter(run.ranks.values()))
     plan = first.choices[-1].plan if first.choices else first.run.plan or {}
     return plan.get("overlap") == "none"
@@ -75,7 +75,7 @@ def _num_buckets(run: RunTrace) -> int | None:
 
 
 def _leave_early(table: Table) -> bool:
-    """Whether at least half of the buckets are under way well before backward ends."""
+    """Return whether at least half of the buckets are under way well before backward ends."""
     shares = []
     for rank in table.ranks:
         cells = [step for step in table.column(rank) if step.buckets]

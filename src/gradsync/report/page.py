@@ -60,7 +60,7 @@ def document(title: str, body: str, head: str = "") -> str:
 
 
 def style_policy() -> str:
-    """What a content security policy must allow: our style, by its digest, and the icon that is none."""
+    """Return what a content security policy must allow: our style, by its digest, and the icon that is none."""
     digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
     return f"style-src 'sha256-{digest}'; img-src data:"
 
@@ -119,7 +119,7 @@ def _warnings(summary: Summary) -> str:
 
 
 def _health(run: RunTrace, summary: Summary) -> str:
-    """What happened first on top, then each line as it was written."""
+    """List what happened first on top, then each line as it was written."""
     said = []
     if (incident := first_event(run)) is not None:
         said.append(("bad", shown(incident.text, 1500), shown(incident.advice)))

@@ -1,4 +1,4 @@
-"""What comes back every so many steps: a rank, or all, take longer in them, and in the same part of the step.
+"""The steps that come back every so many: a rank, or all, take longer in them, and in the same part of the step.
 
 rank 0   ▒▒▒ ▒▒▒ ▒▒▒ ▒▒▒▒▒▒▒▒▒▒▒ ▒▒▒ ▒▒▒ ▒▒▒ ▒▒▒▒▒▒▒▒▒▒▒ ▒▒▒      every 4 steps
 rank 1   ▒▒▒ ▒▒▒ ▒▒▒ ▒▒▒░░░░░░░░ ▒▒▒ ▒▒▒ ▒▒▒ ▒▒▒░░░░░░░░ ▒▒▒      it waits
@@ -78,7 +78,7 @@ def _of_rank(rank: int, cells: Mapping[int, StepLine], lengths: Mapping[int, flo
 
 
 def _distance(odd: Sequence[int], steps: Sequence[int]) -> tuple[int, list[int]] | None:
-    """How far apart they are, if they are regular, and which of them are.
+    """Return how far apart the odd steps are, and which of them are; None if they are not regular.
 
     >>> _distance([9, 19, 29, 39], range(45)), _distance([9, 19, 22, 39], range(45)), _distance([9, 19], range(45))
     ((10, [9, 19, 29, 39]), None, None)
@@ -95,7 +95,7 @@ def _distance(odd: Sequence[int], steps: Sequence[int]) -> tuple[int, list[int]]
 
 
 def _together(group: Sequence[PeriodicSteps], num_ranks: int) -> PeriodicSteps:
-    """What several ranks do in the same steps takes its time once."""
+    """Join what several ranks do in the same steps: it takes its time once."""
     longest = max(group, key=lambda one: one.share)
     ranks = [rank for one in group for rank in one.ranks]
     return longest._replace(ranks=ranks, everybody=len(ranks) == num_ranks)

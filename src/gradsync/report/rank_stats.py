@@ -1,4 +1,4 @@
-"""What ranks' own `stats()` say that their steps do not: compression's error, staleness, predictions, probed links."""
+"""The facts that ranks' own `stats()` add to their steps: compression's error, staleness, predictions, probed links."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def choice_of(run: RunTrace) -> int | None:
 
 
 def _expected(run: RunTrace, key: str) -> float | None:
-    """What was expected of the plan that runs now: a choice is written at once, stats now and then."""
+    """Return what was expected of the plan that runs now: a choice is written at once, stats now and then."""
     values = [value for rank in run.ranks if (value := _expected_of(run, rank, key)) is not None]
     return median(values) if values else None
 

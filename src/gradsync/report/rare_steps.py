@@ -28,7 +28,7 @@ _WHERE = {
 
 
 def warn_of_times(table: Table, overhead: Overhead) -> Iterable[ReportWarning]:
-    """What comes regularly, then what does not."""
+    """Warn of what comes regularly, then of what does not."""
     regular = find_periodic_steps(table)
     yield from (_periodic(one) for one in regular[:_MOST])
     yield from _long_steps(table, overhead, {step for one in regular for step in one.steps})

@@ -26,7 +26,7 @@ _MATTERS = 0.05  # of the run's time that a link is busy, for anybody to care
 
 
 class LinkUse(NamedTuple):
-    """What went over all connections from one rank to another, or to an address whose rank is not known."""
+    """The use of all connections from one rank to another, or to an address whose rank is not known."""
 
     rank: int
     peer: int | None
@@ -99,7 +99,7 @@ def find_slow_links(
 
 
 def _comparable(run: RunTrace, other: LinkUse, link: LinkUse) -> bool:
-    """Whether the other was busy for long, or carried no less in a short time, and is no faster inside of a host."""
+    """Return whether the other was busy long, or carried no less in a short time, and is no faster inside of a host."""
     fair = _inside(run, link) or not _inside(run, other)
     return fair and (other.busy_s >= _FEWEST_S or other.nbytes >= link.nbytes / 2)
 

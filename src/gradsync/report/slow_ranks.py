@@ -115,17 +115,17 @@ def _excess(row: Row, rank: int, name: str = "own") -> float:
 
 
 def _late(rank: int, rows: Sequence[Row], step_s: float) -> list[float]:
-    """How late the rank is, in the steps in which it is."""
+    """Return how late the rank is, in the steps in which it is."""
     return [excess for row in rows if (excess := _excess(row, rank)) > _LATE * step_s]
 
 
 def _has_odd_part(rank: int, windows: Sequence[Row], step_s: float) -> bool:
-    """Whether one thing that it does takes far longer than on others."""
+    """Return whether one thing that a rank does takes far longer than on others."""
     return any(2 * sum(_stands_out(row, rank, name, step_s) for row in windows) >= len(windows) for name in _ALONE)
 
 
 def _is_odd(rank: int, windows: Sequence[Row], step_s: float) -> bool:
-    """Whether all that it does together takes longer than the unsteadiness of a machine makes it."""
+    """Return whether all that a rank does together takes longer than the unsteadiness of a machine makes it."""
     restless_s = _unsteadiness(rank, windows)
     much = max(_MATTERS * step_s, _MORE_THAN_NOISE * restless_s)
     if 2 * sum(_score(row, rank) < _SCORE and _excess(row, rank) > much for row in windows) >= len(windows):
@@ -145,7 +145,7 @@ def _stands_out(row: Row, rank: int, name: str, step_s: float) -> bool:
 
 
 def _unsteadiness(rank: int, windows: Sequence[Row]) -> float:
-    """How far the others are apart, as a standard deviation; without those who are always late like this one."""
+    """Return the standard deviation of the others; without those who are always late like this one."""
     others = [each for each in windows[0] if each != rank and not _always_late_too(each, rank, windows)]
     if len(others) < 2:
         return 0.0

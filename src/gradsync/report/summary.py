@@ -31,7 +31,7 @@ _MOST = 100  # sentences of health, or errors
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run shows; every text is free of control characters, but not yet of HTML's."""
+    """The summary of a run; every text is free of control characters, but not yet of HTML's."""
 
     verdict: str
     facts: list[Fact] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Summary:
 
 
 def summarize(run: RunTrace, last: int | None = None) -> Summary:
-    """What a run shows, of all its steps or of its last few."""
+    """Summarize a run, of all its steps or of its last few."""
     whole, said = tabulate(run, last), read_rank_stats(run)
     table = _of_this_plan(run, whole)
     if table is whole and choice_of(run) is not None:
@@ -78,7 +78,7 @@ def _of_this_plan(run: RunTrace, table: Table) -> Table:
 
 
 def _health(run: RunTrace) -> list[Health]:
-    """What ranks found, in order; the same words of several ranks once."""
+    """Return what ranks found, in order; the same words of several ranks once."""
     lines = (
         replace(line, what=clean(line.what), text=clean(line.text), parameter=line.parameter and clean(line.parameter))
         for line in _in_order(line for trace in run.ranks.values() for line in trace.health)
@@ -87,7 +87,7 @@ def _health(run: RunTrace) -> list[Health]:
 
 
 def _errors(run: RunTrace) -> list[Error]:
-    """What ranks raised on their own account first: the others only followed."""
+    """Return what ranks raised, on their own account first: the others only followed."""
     causes = causes_in({rank: trace.errors[0] for rank, trace in run.ranks.items() if trace.errors})
     seen = last_seen(run)
 

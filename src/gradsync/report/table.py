@@ -19,7 +19,7 @@ class Table:
     rows: dict[int, dict[int, StepLine]] = field(repr=False)  # by step, then by rank
 
     def cell(self, step: int, rank: int) -> StepLine | None:
-        """What one rank wrote of one step."""
+        """Return what one rank wrote of one step."""
         return self.rows.get(step, {}).get(rank)
 
     def judged(self) -> list[int]:
@@ -29,7 +29,7 @@ class Table:
         ]
 
     def after(self, step: int) -> Table:
-        """What came after that step: none of it is a first one."""
+        """Return what came after that step: none of it is a first one."""
         kept = [each for each in self.steps if each > step]
         return Table(self.ranks, kept, None, {each: self.rows[each] for each in kept})
 

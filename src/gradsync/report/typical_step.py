@@ -60,7 +60,7 @@ def _lengths(table: Table) -> dict[int, float]:
 
 
 def _is_detailed(row: Mapping[int, StepLine]) -> bool:
-    """Whether most ranks recorded the step bucket by bucket."""
+    """Return whether most ranks recorded the step bucket by bucket."""
     return 2 * sum(cell.buckets is not None for cell in row.values()) >= len(row)
 
 

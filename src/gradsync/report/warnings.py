@@ -1,4 +1,4 @@
-"""What else a run shows, each with what to do about it: files, buckets, compression, paces, predictions."""
+"""The warnings that a run deserves, each with what to do about it: files, buckets, compression, paces, predictions."""
 
 from __future__ import annotations
 

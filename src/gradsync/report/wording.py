@@ -52,7 +52,7 @@ def where(phase: str, exact_input: bool, hands_over: bool) -> str:
 
 
 def advice(phase: str, exact_input: bool, hands_over: bool, source: str) -> str:
-    """What to do about it, for whoever synchronizes."""
+    """Say what to do about it, for whoever synchronizes."""
     if phase == "other" and hands_over:
         return ADVICE[COMPUTATION]
     if phase != "input" or exact_input:
@@ -62,12 +62,12 @@ def advice(phase: str, exact_input: bool, hands_over: bool, source: str) -> str:
 
 
 def source_of(run: RunTrace) -> str:
-    """Who synchronized: gradsync, or ddp, which has knobs of other names."""
+    """Return who synchronized: gradsync, or ddp, which has knobs of other names."""
     return next(iter(run.ranks.values())).run.source
 
 
 def pace_of(run: RunTrace) -> str:
-    """How often its plan synchronizes, by name; a file may say anything."""
+    """Return how often its plan synchronizes, by name; a file may say anything."""
     plan = next(iter(run.ranks.values())).run.plan or {}
     pace = plan.get("pace")
     kind = pace.get("kind") if isinstance(pace, dict) else None
@@ -80,7 +80,7 @@ def waits_for(run: RunTrace) -> str | None:
 
 
 def over_network(run: RunTrace, sent_nbytes: float, nbytes: float) -> bool:
-    """Whether the exchange goes over a network: as far as is known, else by whether there are several hosts."""
+    """Return whether the exchange goes over a network: as far as is known, else by whether there are several hosts."""
     return bool(sent_nbytes) or (not nbytes and len({trace.run.host for trace in run.ranks.values()}) > 1)
 
 

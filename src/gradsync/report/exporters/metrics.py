@@ -1,4 +1,4 @@
-"""What of a run is worth a metric: families of numbers by rank, phase and kind; `prometheus` writes them down.
+"""The numbers of a run that are worth a metric: families by rank, phase and kind; `prometheus` writes them down.
 
 Labels are never parameters or steps, and no family has more than a thousand series: a metric that grows without end
 is what takes a monitoring system down.

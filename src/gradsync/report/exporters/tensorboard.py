@@ -32,7 +32,7 @@ def write_board(run: RunTrace, folder: Path) -> int:
 
 
 def scalars(step: StepLine, late_s: float | None) -> Iterator[tuple[str, float]]:
-    """What a step has to show, by the name of its chart.
+    """Yield what a step has to show, by the name of its chart.
 
     >>> dict(scalars(StepLine(1, 0.0, 0.05, [], exposed_s=0.0125), None))["sync/overhead"]
     0.25

@@ -1,4 +1,4 @@
-"""Who may come in, checked before anything else happens.
+"""The check of who may come in, made before anything else happens.
 
 Host      must be a name of this machine: a page of another site whose name suddenly points here (DNS rebinding) is not
 method    GET, which changes nothing; POST only to show the token
@@ -31,11 +31,11 @@ class AccessToken:
         self._cookie = f"gradsync-{secrets.token_hex(4)}"
 
     def matches(self, token: bytes) -> bool:
-        """Whether the token is right, found in a time that says nothing about how much of it was."""
+        """Return whether the token is right, found in a time that says nothing about how much of it was."""
         return secrets.compare_digest(token, self.token.encode())
 
     def is_bearer(self, headers: Headers) -> bool:
-        """Whether a program that knows no cookies brings the token itself."""
+        """Return whether a program that knows no cookies brings the token itself."""
         kind, _, token = headers.get("authorization", "").partition(" ")
         return kind.lower() == "bearer" and self.matches(token.strip().encode())
 
@@ -44,7 +44,7 @@ class AccessToken:
         return f"{self._cookie}={self._session}; Path=/; HttpOnly; SameSite=Strict"
 
     def has_session(self, headers: Headers) -> bool:
-        """Whether a request belongs to a session."""
+        """Return whether a request belongs to a session."""
         shown = ""
         for cookie in headers.get("cookie", "").split(";"):  # of all servers on this host, in whatever form
             name, _, value = cookie.strip().partition("=")
@@ -54,7 +54,9 @@ class AccessToken:
 
 
 def allowed(host: str, names: Iterable[str], any_address: bool) -> bool:
-    """Whether a Host header names this machine; `any_address` for a server on all interfaces: no site owns an address.
+    """Return whether a Host header names this machine.
+
+    A server on all interfaces (`any_address`) answers to addresses too: no site owns an address.
 
     >>> allowed("127.0.0.1:8000", LOOPBACK, False), allowed("[::1]:80", LOOPBACK, False)
     (True, True)

@@ -1,4 +1,4 @@
-"""What a live page shows now, and what of it is new: one reader of the folder for all who watch."""
+"""The state that a live page shows now, and what of it is new: one reader of the folder for all who watch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class FeedReader:
         self._update: FeedUpdate | None = None
 
     def look(self) -> FeedUpdate:
-        """How the run stands; ValueError with a sentence while the folder holds no trace."""
+        """Return how the run stands; raise ValueError with a sentence while the folder holds no trace."""
         mark = look_of(self._folder)
         if self._update is None or (mark and mark != self._seen):
             try:
@@ -89,7 +89,7 @@ class Feed:
             self._parts |= {key: (self.version, html) for key, html in changed.items()}
 
     def metrics(self) -> bytes:
-        """What Prometheus reads, of the last look."""
+        """Return what Prometheus reads, of the last look."""
         assert self._update is not None
         return exposition(self._update.run, self._update.summary)
 

@@ -26,7 +26,7 @@ class TimedConnection(H11Protocol):
 
     @property
     def is_asking(self) -> bool:
-        """Whether its request is not whole."""
+        """True while the request of this connection is not whole."""
         return self.cycle is None or (self.cycle.more_body and not self.cycle.response_complete)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

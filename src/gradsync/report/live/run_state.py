@@ -1,4 +1,4 @@
-"""Whether a run still goes on, as far as its folder tells."""
+"""The state of a run, as far as its folder tells: whether it still goes on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Mark = frozenset[tuple[str, int, int]]
 
 
 class RunState(NamedTuple):
-    """How a run stands."""
+    """The state of a run."""
 
     kind: str  # live, quiet, ended, failed
     text: str
@@ -46,7 +46,7 @@ def state_of(run: RunTrace, silent_s: float) -> RunState:
 
 
 def look_of(folder: Path) -> Mark:
-    """What changes whenever a rank writes; empty if there is no such folder."""
+    """Return what changes whenever a rank writes; empty if there is no such folder."""
     found = set()
     try:
         with os.scandir(folder) as entries:

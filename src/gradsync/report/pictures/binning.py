@@ -1,4 +1,4 @@
-"""What of a long run is drawn: neighbours together in bins, and the few most telling of many."""
+"""The part of a long run that is drawn: neighbours together in bins, and the few most telling of many."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Frame(NamedTuple):
 
     @property
     def plot(self) -> float:
-        """What is between the edges."""
+        """The width between the edges."""
         return self.width - self.left - self.right
 
     @property
@@ -52,7 +52,7 @@ def _framed(kind: str, label: str, frame: Frame, height: float, parts: Sequence[
 
 
 def key(*entries: tuple[str, str]) -> str:
-    """What the colours mean: (class, words) each."""
+    """Return a key of what the colours mean: (class, words) each."""
     told = (
         f"<span>{svg.symbol('swatch', 12, 12, svg.rect(kind, 0, 0, 12, 12))}{says}</span>" for kind, says in entries
     )

@@ -1,4 +1,4 @@
-"""What synchronization cost, step after step: the share of the step in which ranks had nothing to compute.
+"""The cost of synchronization, step after step: the share of the step in which ranks had nothing to compute.
 
 Two areas on top of each other (waiting for a late rank, then for the exchange itself), and the step time below them.
 """

@@ -78,7 +78,7 @@ def _layout(trace: RankTrace) -> Sequence[BucketPlan]:
 
 
 def _payload_shares(trace: RankTrace) -> dict[int, float]:
-    """What was handed to a collective / what the bucket holds, from the last step that tells, in this layout."""
+    """Return each bucket's payload as a share of what it holds, from the last step that tells, in this layout."""
     held = {bucket.bucket: bucket.nbytes for bucket in _layout(trace)}
     since = trace.layouts[-1].step if trace.layouts else 0
     for step in reversed(trace.steps):

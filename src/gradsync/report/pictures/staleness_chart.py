@@ -1,4 +1,4 @@
-"""How stale applied updates were, as a histogram: by powers of two, as paces count them."""
+"""The staleness of applied updates, as a histogram: by powers of two, as paces count them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def draw_staleness(run: RunTrace) -> str:
 
 
 def _told(trace: RankTrace) -> dict[tuple[int, int], int]:
-    """What a pace counted itself; the last word holds all."""
+    """Return what a pace counted itself; the last word holds all."""
     for stats in reversed(trace.stats):
         named = {_KEY.fullmatch(key): value for key, value in stats.stats.items()}
         found = {

@@ -189,7 +189,7 @@ def _caption(usual: TypicalStep, ranks: Sequence[int], cells: dict[int, StepLine
 
 
 def _which(usual: TypicalStep) -> str:
-    """Which step it is, and how usual."""
+    """Say which step it is, and how usual."""
     said = f"Step {usual.step} took {show_seconds(usual.step_s)}"
     if usual.num_steps < 2:
         return f"{said}."

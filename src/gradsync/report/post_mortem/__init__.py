@@ -1,1 +1,1 @@
-"""What happened first in a run that went wrong, and to whom."""
+"""The search for what happened first in a run that went wrong, and to whom."""

@@ -1,6 +1,6 @@
-"""What made ranks raise: the first cause among their errors, in words. Pure.
+"""The first cause among the errors that ranks raised, in words. Pure.
 
-Who is to blame among ranks that raised: errors that name others are followed to those whom nobody can excuse. Pure.
+Errors that name others are followed to those whom nobody can excuse: they are to blame.
 
 rank 2   ✕ killed, says nothing
 rank 0     PeerLost: "rank 2"           → rank 2
@@ -25,7 +25,7 @@ _OF_A_TRANSPORT = ("RuntimeError", "DistError", "DistBackendError", "DistNetwork
 
 
 def is_of_others(error: Error) -> bool:
-    """Whether it says that somebody else is missing; all other errors are causes by themselves.
+    """Return whether an error says that somebody else is missing; all others are causes by themselves.
 
     A stock process group raises a RuntimeError when a peer is gone; the trace then names whom it misses.
     """
@@ -136,7 +136,7 @@ def _own_error(run: RunTrace, seen: SeenByRank, own: ErrorByRank) -> Incident:
 
 
 def _somebody_left(seen: SeenByRank, step: int) -> bool:
-    """Whether a rank had ended in good order by then: with fewer batches than the others, as a rule."""
+    """Return whether a rank had ended in good order by then: with fewer batches than the others, as a rule."""
     return any(each.ended is not None and each.error is None and (each.step or 0) <= step for each in seen.values())
 
 
@@ -220,7 +220,7 @@ def _bucket(run: RunTrace, rank: int, error: Error) -> str:
 def _accusation(
     run: RunTrace, seen: SeenByRank, raised: ErrorByRank, accusers: Sequence[int], rank: int, culprit: LastSeen | None
 ) -> list[str]:
-    """Who noticed first, how much later, and where that was."""
+    """Say who noticed first, how much later, and where that was."""
     if not accusers:
         return [f"It says itself: {sentence(raised[rank].text)}"]
     first, told = seen[accusers[0]], raised[accusers[0]]

@@ -1,4 +1,4 @@
-"""What happened first in a run, and where: from errors, health, ends and flight records. Pure.
+"""The first event in a run, and its place: from errors, health, ends and flight records. Pure.
 
 Whoever raises is seldom to blame: errors that name others are followed to the rank that has no excuse (`failures`),
 what a rank raised on its own account is a cause by itself (`failures`), and who said nothing is found by those who
@@ -24,7 +24,7 @@ __all__ = ["Incident", "first_event", "quiet_end"]
 
 
 def first_event(run: RunTrace, now: float | None = None) -> Incident | None:
-    """What happened first; None if nothing did: all ended in good order, or the run goes on.
+    """Return what happened first; None if nothing did: all ended in good order, or the run goes on.
 
     With `now` (seconds of the wall clock), that nobody has moved for a minute counts too.
     """

@@ -1,4 +1,4 @@
-"""What the guards found in gradients, replicas and orders, as an incident: the first, or the one behind an error."""
+"""The findings of guards in gradients, replicas and orders, as an incident: the first, or the one behind an error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def health_incident(run: RunTrace) -> Incident | None:
 
 
 def health_incident_behind(run: RunTrace, error: Error) -> Incident | None:
-    """What a guard had found when it raised this; None if the error is of another kind."""
+    """Return what a guard had found when it raised this; None if the error is of another kind."""
     kinds = _BEHIND.get(error.what, ())
     lines = [line for line in _lines(run) if line.what in kinds and line.step <= error.step]
     # Skipped steps in a row lead to the error; a difference raises in the step in which it is found, or never.

@@ -1,4 +1,4 @@
-"""What happened: where, in a paragraph, and what to do about it."""
+"""An incident: what happened and where, in a paragraph, and what to do about it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _OF_DDP = {
 
 @dataclass(frozen=True)
 class Incident:
-    """What happened first; `ranks`, `step`, `bucket` and `parameters` say where."""
+    """The incident that came first; `ranks`, `step`, `bucket` and `parameters` say where."""
 
     kind: str  # a key of ADVICE
     ranks: list[int]
@@ -109,7 +109,7 @@ class IncidentLocation:
         return ADVICE[kind].format_map(known)
 
     def _was_dropped(self) -> bool:
-        """Whether the step came to nothing, as far as it was written."""
+        """Return whether the step came to nothing, as far as it was written."""
         steps = (step for trace in self.run.ranks.values() for step in trace.steps)
         return any(step.step == self.step and not step.counts for step in steps)
 
@@ -152,7 +152,7 @@ def absent(run: RunTrace) -> list[int]:
 
 
 def sentence(text: str) -> str:
-    """What somebody said, on one line, bounded, with its full stop.
+    """Return what somebody said, on one line, bounded, with its full stop.
 
     >>> sentence("it broke\\n  here"), sentence("")
     ('it broke here.', 'without a word.')
@@ -171,7 +171,7 @@ def upper_first(text: str) -> str:
 
 
 def _not_here(run: RunTrace) -> list[str]:
-    """What of the run cannot be read."""
+    """Say what of the run cannot be read."""
     told = []
     if missing := [rank for rank in absent(run) if rank not in run.refused]:
         who = listed(missing) if len(missing) <= _FEW else f"{len(missing)} ranks"

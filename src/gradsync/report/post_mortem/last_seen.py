@@ -1,4 +1,4 @@
-"""How each rank was last seen: its step, what it did, when, and how it ended. From its flight record and its lines.
+"""The last that is known of each rank, from its flight record and its lines: its step, what it did, when, its end.
 
 Times are put on rank 0's clock: by the clock lines, else, between hosts, by the wall clock in the headers.
 """
@@ -54,7 +54,7 @@ class LastSeen(NamedTuple):
 
     @property
     def silent(self) -> bool:
-        """Whether it neither left nor said what went wrong."""
+        """True if the rank neither left nor said what went wrong."""
         return self.ended is None and self.error is None
 
 
@@ -87,7 +87,7 @@ def seen_at(run: RunTrace, rank: int, until: float = math.inf) -> LastSeen:
 
 
 def _left(flight: Sequence[FlightEntry]) -> bool:
-    """Whether the flight record says that it left: a trace that a full disk has cut short has no such line."""
+    """Return whether the flight record says that it left: a trace cut short by a full disk has no such line."""
     moments = {entry.moment for entry in flight}
     return Moment.LEFT in moments and Moment.FAILED not in moments
 
@@ -112,14 +112,14 @@ def parameters_of(trace: RankTrace, step: int | None, bucket: int | None) -> lis
 
 
 def seconds_ago(run: RunTrace, seen: Mapping[int, LastSeen], now: float) -> float | None:
-    """How long before `now`, by the wall clock, any rank was last seen."""
+    """Return how long before `now`, by the wall clock, any rank was last seen."""
     first = run.ranks[min(run.ranks)].run
     times = [each.at for each in seen.values() if each.at is not None]
     return None if not times else now - (max(times) - shift_of(run, min(run.ranks)) - first.clock + first.started)
 
 
 def shift_of(run: RunTrace, rank: int) -> float:
-    """What to add to this rank's clock for rank 0's."""
+    """Return what to add to this rank's clock for rank 0's."""
     trace = run.ranks[rank]
     if trace.clocks:
         return trace.clocks[-1].offset_s
@@ -139,7 +139,7 @@ def _of_entry(entry: FlightEntry) -> tuple[int, float]:
 
 
 def _of_lines(trace: RankTrace) -> tuple[int | None, float | None]:
-    """How a rank without a flight record was last seen: at the end of the last step that it wrote."""
+    """Return how a rank without a flight record was last seen: at the end of the last step that it wrote."""
     if not trace.steps:
         return None, None
     return trace.steps[-1].step, trace.steps[-1].at + trace.steps[-1].step_s
