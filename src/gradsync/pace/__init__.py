@@ -1,1 +1,1 @@
-"""How often ranks average, and what: gradients or parameters."""
+"""The paces: how often ranks average, and what, gradients or parameters."""

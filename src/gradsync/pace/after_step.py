@@ -1,4 +1,4 @@
-"""What paces have in common that act on parameters after a step: when they do, and what they refuse."""
+"""The common part of paces that act on parameters after a step: when they do, and what they refuse."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class AfterStep(Pace):
 
     @abstractmethod
     def _is_time(self) -> bool:
-        """Whether something is due after the step of this clock."""
+        """Return whether something is due after the step of this clock."""
 
     @abstractmethod
     def _act(self) -> None:

@@ -161,7 +161,7 @@ class Average:
 
     @property
     def dropped(self) -> bool:
-        """Whether it came to nothing, on every rank."""
+        """True if this average came to nothing, on every rank."""
         return self._outcome != _COUNTS
 
     def wait(self, context: PaceContext) -> None:

@@ -1,4 +1,4 @@
-"""What every pace is: what happens after a backward, before and after a step; what it stores, how it is saved.
+"""The contract of every pace: what happens after a backward, before and after a step; what it stores, how it is saved.
 
     before_forward ─▶ forward ─▶ before_backward ─▶ backward ─▶ after_backward ─▶ optimizer.step ─▶ after_step
                                                                 (.grad holds what the optimizer is to apply;
@@ -52,7 +52,7 @@ class DriftCheck(Protocol):
 
 
 class PaceContext(NamedTuple):
-    """What a pace works on; the same on every rank."""
+    """The context in which a pace works; the same on every rank."""
 
     lane: Lane
     exact: ExactSum
@@ -74,7 +74,7 @@ class PaceContext(NamedTuple):
 
 
 class SavedPace(NamedTuple):
-    """What a pace stores: equal on all ranks, and this rank's own."""
+    """The state that a pace stores: equal on all ranks, and this rank's own."""
 
     shared: State
     own: State
@@ -86,7 +86,7 @@ def numbers_in_state(prefix: str, **numbers: int) -> State:
 
 
 def below(state: State, prefix: str) -> State:
-    """What a state keeps under a prefix, without it."""
+    """Return what a state keeps under a prefix, without it."""
     return {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
 
 
@@ -110,7 +110,7 @@ class Pace(ABC):
 
     @property
     def streams(self) -> bool:
-        """Whether the engine averages the gradients of the next backward, while it runs."""
+        """True if the engine averages the gradients of the next backward, while it runs."""
         return False
 
     def before_forward(self) -> None:  # noqa: B027 (most paces do nothing here)
@@ -121,7 +121,7 @@ class Pace(ABC):
 
     @abstractmethod
     def after_backward(self, count: int, aborted: Flag) -> bool:
-        """So many backwards have ended; `aborted`: what raised, if anything. True: the engine averages gradients."""
+        """Act after `count` backwards; `aborted`: what raised, if anything. True: the engine averages gradients."""
 
     def put_away(self) -> None:  # noqa: B027
         """A backward ended without a gradient: hide again what was shown before it."""
@@ -144,33 +144,33 @@ class Pace(ABC):
 
     @property
     def mid_window(self) -> bool:
-        """Whether `step()` would find nothing now."""
+        """True if `step()` would find nothing now."""
         return False
 
     @property
     def replicas_equal(self) -> bool:
-        """Whether all ranks hold the same parameters now."""
+        """True if all ranks hold the same parameters now."""
         return True
 
     def describe(self, bucket: int) -> str:
-        """What travels under this number, for people."""
+        """Return what travels under this number, for people."""
         return f"bucket {bucket}"
 
     def stats(self) -> Stats:
-        """What the pace measured."""
+        """Return what the pace measured."""
         return {}
 
     @property
     def micro_batches(self) -> int:
-        """How many micro-batches the window holds now, the last one perhaps begun only."""
+        """The number of micro-batches in the window now, the last one perhaps begun only."""
         return 1
 
     def open_window(self) -> OpenWindow:
-        """What a window in the middle must not lose over a checkpoint; kept apart, for a saver may leave it out."""
+        """Return what a window in the middle must not lose over a checkpoint; apart, for a saver may leave it out."""
         return OpenWindow(0, {})
 
     def has_room_for(self, backwards: int) -> bool:
-        """Whether a window of this pace is still open after so many."""
+        """Return whether a window of this pace is still open after so many."""
         return backwards == 0
 
     def resume_window(self, window: OpenWindow) -> None:  # noqa: B027
@@ -197,7 +197,7 @@ class Pace(ABC):
 
 
 class PaceMoments(NamedTuple):
-    """What a pace does at moments at which most do nothing; None: it does not even hear of them."""
+    """The acts of a pace at moments at which most do nothing; None: it does not even hear of them."""
 
     before_forward: Callable[[], None] | None
     before_step: Callable[[Optimizer], None] | None
@@ -228,11 +228,11 @@ class Due:
         self._missing = set(self._all)
 
     def clear(self) -> None:
-        """What was due is done."""
+        """Note that what was due is done."""
         self._missing = None
 
     def waits_for(self, optimizer: Optimizer) -> bool:
-        """Whether this one has not stepped yet."""
+        """Return whether this optimizer has not stepped yet."""
         return self._missing is not None and id(optimizer) in self._missing
 
     def done_by(self, optimizer: Optimizer) -> bool:

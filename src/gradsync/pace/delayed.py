@@ -210,7 +210,7 @@ class DelayedPace(Pace):
         return marks
 
     def _announce(self) -> bytes:
-        """What the header says of this replica; nothing of one that is behind, or was when it was digested."""
+        """Return what the header says of this replica; nothing of one that is behind, or was when it was digested."""
         replica_digest, _ = self._context.drift_check.announce()
         silent, self._num_silent = self._num_silent, _SILENT if self._due else max(0, self._num_silent - 1)
         return NO_REPLICA_DIGEST if silent else replica_digest

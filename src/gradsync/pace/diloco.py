@@ -61,7 +61,7 @@ class DiLoCoPace(AfterStep):
         return bool(self._to_merge() or self._to_launch())
 
     def _to_merge(self) -> list[Fragment]:
-        """What is to be merged now, in the order in which it was launched."""
+        """Return what is to be merged now, in the order in which it was launched."""
         latest = self._clock - self._pace.delay
         due = [each for each in self._fragments if each.launched_at is not None and each.launched_at <= latest]
         return sorted(due, key=lambda each: each.launched_at or 0)

@@ -85,7 +85,7 @@ def neighbours(topology: Topology, rank: int, size: int, number: int) -> Neighbo
 
 
 def num_strides(size: int) -> int:
-    """How many strides the exponential topology has among so many ranks: ⌈log₂ size⌉, without rounding.
+    """Return how many strides the exponential topology has among so many ranks: ⌈log₂ size⌉, without rounding.
 
     >>> [num_strides(size) for size in (2, 3, 4, 5, 64)]
     [1, 2, 2, 3, 6]
@@ -283,7 +283,7 @@ class GossipPace(AfterStep):
         }
 
     def state(self) -> SavedPace:
-        """What this rank alone stores, for it belongs to this rank's own parameters."""
+        """Return what this rank alone stores, for it belongs to this rank's own parameters."""
         due, apart = int(bool(self._due)), int(self._diverged)
         own = numbers_in_state("gossip", clock=self._clock, round=self._round, due=due, apart=apart)
         return SavedPace({}, own | {"gossip.weight": torch.tensor(self._weight, dtype=torch.float64, device="cpu")})

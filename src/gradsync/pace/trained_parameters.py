@@ -1,4 +1,4 @@
-"""Which parameters travel where parameters do: those that required a gradient at attach. Nobody changes the others."""
+"""The parameters that travel where parameters do: all that required a gradient at attach. Nobody changes the others."""
 
 from __future__ import annotations
 

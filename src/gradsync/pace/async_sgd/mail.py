@@ -52,7 +52,7 @@ Handler = Callable[[int, ShardMessage, torch.Tensor | None], None]
 
 
 class Failure(NamedTuple):
-    """What ended the receiver: our own handling of a message, or the transport."""
+    """The failure that ended the receiver: our own handling of a message, or the transport."""
 
     error: Exception
     ours: bool
@@ -115,7 +115,7 @@ class Mail:
                 self.send(peer, ShardMessage(MessageKind.BYE))
 
     def all_gone(self, slice_s: float) -> bool:
-        """Whether the threads have ended: all said goodbye, and all messages have left. Waits for at most a slice."""
+        """Return whether the threads have ended: all said goodbye, and all messages left; wait for at most a slice."""
         for thread in self._threads:
             if thread is not threading.current_thread():  # the garbage collector may run anywhere
                 thread.join(slice_s / len(self._threads))
@@ -177,7 +177,7 @@ class Mail:
             return self._sent[peer].popleft() if self._is_unheard(peer, heard) else None
 
     def _is_unheard(self, peer: int, number: int) -> bool:
-        """Whether a message up to this one has not been heard yet."""
+        """Return whether a message up to this one has not been heard yet."""
         sent = self._sent[peer]
         return bool(sent) and sent[0].number <= number
 

@@ -1,4 +1,4 @@
-"""What ranks write to each other: a request of one size, and after some kinds a payload of bytes.
+"""The messages that ranks write to each other: a request of one size, and after some kinds a payload of bytes.
 
     worker                                  owner of a shard
       │ PUSH clock, version read, ▒gradients▒  │
@@ -41,7 +41,7 @@ _KIND_BITS, _SHARD_BITS, _VERSION_BITS = 3, 12, 16  # 31 in all: a tag is a non-
 
 
 class MessageKind(enum.IntEnum):
-    """What a message is about."""
+    """The kind of a message: what it is about."""
 
     ALIVE = 0  # nothing new
     PUSH = 1  # a worker's gradients for one shard
@@ -104,14 +104,14 @@ def pack(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
 
 
 def unpack(payload: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """What `pack` was given, as views of the payload; `like` tells the types and shapes."""
+    """Return what `pack` was given, as views of the payload; `like` tells the types and shapes."""
     there = payload[: len(like)].tolist()
     views = iter(cut_bytes(payload[align(len(like)) :], list(compress(like, there))))
     return [next(views) if here else None for here in there]
 
 
 class OwnerAnswer(NamedTuple):
-    """What an owner answers to PULL and DRAIN."""
+    """The answer of an owner to PULL and DRAIN."""
 
     version: int
     slowest: int  # the lowest clock of all who still push
@@ -140,7 +140,7 @@ class Inbox:
             self._arrived.notify_all()
 
     def full(self, slice_s: float) -> bool:
-        """Whether every owner has answered; waits for at most a slice."""
+        """Return whether every owner has answered; wait for at most a slice."""
         with self._arrived:
             return self._arrived.wait_for(lambda: len(self._answers) == self._size, slice_s)
 

@@ -72,7 +72,7 @@ class OptimizerCopy:
             group["lr"] = lr
 
     def state_of(self, master: torch.nn.Parameter) -> dict[str, Any]:
-        """What the optimizer keeps for a master; empty before its first update."""
+        """Return what the optimizer keeps for a master; empty before its first update."""
         return self._optimizer.state.get(master, {})
 
     def set_state(self, master: torch.nn.Parameter, state: dict[str, Any]) -> None:

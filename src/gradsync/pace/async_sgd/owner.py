@@ -37,7 +37,7 @@ Gradients = list[torch.Tensor | None]
 
 
 class Push(NamedTuple):
-    """What a worker gave."""
+    """The gradients that a worker gave."""
 
     version: int  # of the parameters it computed with
     gradients: Gradients

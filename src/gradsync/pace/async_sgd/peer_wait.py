@@ -24,7 +24,7 @@ _ANY_STEP = sys.maxsize  # workers are at different steps: that one is ahead exc
 
 
 class _Awaited(NamedTuple):
-    """What a worker waits for."""
+    """The thing that a worker waits for."""
 
     what: str
     stragglers: Callable[[], list[int]]  # who is late when that takes too long

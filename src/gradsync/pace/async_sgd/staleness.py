@@ -38,7 +38,7 @@ def staleness_bound(max_staleness: int | None, num_workers: int) -> int | None:
 
 
 class Clocks:
-    """How often each worker has pushed, and who still does.
+    """The clocks of the workers: how often each has pushed, and who still does.
 
     >>> clocks = Clocks(2)
     >>> clocks.advance(0, 1)
@@ -67,7 +67,7 @@ class Clocks:
         return [w for w, now in enumerate(self._now) if self._live[w] and now == self.slowest]
 
     def distance(self, clock: int) -> int:
-        """How far a worker at `clock` is ahead of the slowest."""
+        """Return how far a worker at `clock` is ahead of the slowest."""
         return max(0, clock - self.slowest)
 
     def may_read(self, clock: int, max_staleness: int | None) -> bool:

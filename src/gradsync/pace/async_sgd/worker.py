@@ -210,7 +210,7 @@ class AsyncWorker:
 
 
 def _answer(rank: int, inbox: Inbox, mail: Mail) -> Callable[[int, OwnerAnswer], None]:
-    """What an owner does to answer."""
+    """Return what an owner does to answer."""
 
     def answer(worker: int, reply: OwnerAnswer) -> None:
         if worker == rank:
@@ -223,7 +223,7 @@ def _answer(rank: int, inbox: Inbox, mail: Mail) -> Callable[[int, OwnerAnswer],
 
 
 def _serve(owner: Owner, inbox: Inbox, lane: Lane) -> Handler:
-    """What the receiver thread does with a message."""
+    """Return what the receiver thread does with a message."""
 
     def guarded(source: int, message: ShardMessage, payload: torch.Tensor | None) -> None:
         try:
