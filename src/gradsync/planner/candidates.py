@@ -28,7 +28,7 @@ _INNER_STEPS = 50
 
 
 def candidates(profile: ModelProfile, collectives: Collectives, allow: Allow) -> list[Plan]:
-    """What to price, each once; the default first."""
+    """Return the plans to price, each once; the default first."""
     if allow not in ALLOWS:
         raise ValueError(f"allow must be one of {', '.join(map(repr, ALLOWS))}, got {allow!r}")
     sizes = _buckets(profile)
@@ -77,7 +77,7 @@ def _paces(profile: ModelProfile) -> Iterator[Plan]:
 
 
 def _shrinks(compress: Compressor, profile: ModelProfile) -> bool:
-    """Whether payloads are smaller than the gradients: 16 bits of 16 are none."""
+    """Return whether payloads are smaller than the gradients: 16 bits of 16 are not."""
     payload = sum(compress.choose(gradient.param).nbytes(gradient.param) for gradient in profile.gradients)
     return payload < 0.95 * profile.nbytes
 

@@ -25,7 +25,7 @@ _MOST_RANKS_TO_WALK = 32
 
 
 class CollectiveCost(NamedTuple):
-    """What one collective costs."""
+    """The cost of one collective."""
 
     seconds: float
     nbytes: float  # that one rank sends to others, in its host or across; in shared memory nothing is sent
@@ -33,7 +33,7 @@ class CollectiveCost(NamedTuple):
 
 
 class Collectives:
-    """What collectives cost on one cluster; remembers what it worked out."""
+    """A calculator of what collectives cost on one cluster; it remembers what it worked out."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -59,7 +59,7 @@ class Collectives:
         return [Native(), *inside, HalvingDoubling(), Tree(), Ring()]
 
     def resolve(self, algorithm: Algorithm | None, nbytes: float) -> Algorithm:
-        """What `algorithm=None` comes to."""
+        """Return the algorithm, or for None the one that this comes to."""
         if algorithm is not None:
             return algorithm
         if self.cluster.backend == "nccl":

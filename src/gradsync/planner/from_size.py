@@ -33,7 +33,7 @@ class WeightCost(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """What computes, in numbers."""
+    """The device that computes, in numbers."""
 
     flops: float  # the most operations per second, in this precision
     mfu: float  # the share of them that the model gets
@@ -119,7 +119,7 @@ _WIDTH_PER_LAYER = 96  # between GPT-2 (64) and the largest (128)
 
 
 class TransformerShape(NamedTuple):
-    """What the matrices of a transformer measure."""
+    """The sizes of a transformer's matrices."""
 
     layers: int
     width: int

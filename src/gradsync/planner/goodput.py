@@ -1,4 +1,4 @@
-"""What failures leave of a run: how often one comes, how often to save, which share of the time is progress."""
+"""The part of a run that failures leave: how often one comes, how often to save, which share of it is progress."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Goodput(NamedTuple):
-    """What is left of a run that every failure stops."""
+    """The part that is left of a run that every failure stops."""
 
     mtbf_s: float  # from one failure to the next
     interval_s: float  # work between two checkpoints, the best there is

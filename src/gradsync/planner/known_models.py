@@ -156,7 +156,7 @@ _TOKENS, _IMAGES = 8192, 64  # of one rank in one step, unless told
 
 
 class Architecture(NamedTuple):
-    """How a model is made."""
+    """The architecture of a model."""
 
     weights: Callable[[], list[WeightCost]]
     images: bool = False  # samples are images of 224 x 224, not tokens

@@ -1,4 +1,4 @@
-"""What compression did to a loss where that was measured: the one number that no prediction of seconds has.
+"""The effect of compression on a loss where it was measured: the one number that no prediction of seconds has.
 
 Held-out loss against exact averaging of the same seed, the mean of three seeds, after 1000 steps of a transformer of
 10.8 million parameters on 2 replicas. It is one model and one text: another one may lose more, or less.
@@ -29,7 +29,7 @@ class Loss(NamedTuple):
 
     @property
     def close(self) -> bool:
-        """Whether it was within 1 % under every optimizer that was tried."""
+        """True if the loss was within 1 % under every optimizer that was tried."""
         return max(self.adamw, self.sgd or 0.0) <= CLOSE
 
 
@@ -46,7 +46,7 @@ _MEASURED: tuple[tuple[Compressor, Loss], ...] = (
 
 
 def measured_loss(compress: Compressor | None) -> Loss | None:
-    """What this compressor did, between hosts or everywhere; None if nobody has measured it.
+    """Return what this compressor did, between hosts or everywhere; None if nobody has measured it.
 
     >>> measured_loss(int4()), measured_loss(powersgd(4)).close
     (Loss(adamw=0.0031, sgd=0.0072), False)

@@ -1,4 +1,4 @@
-"""What NCCL's own all-reduce costs, by NCCL's own model: latency + bytes / bandwidth of each algorithm and protocol.
+"""The cost of NCCL's own all-reduce, by its own model: latency + bytes / bandwidth of each algorithm and protocol.
 
 NCCL (2.30, graph/tuning.cc) prices every pair and takes the cheapest; so does this. Its constants are kept: base and
 hop latencies, the caps of a protocol per GPU generation, what trees lose at middle sizes. Its bandwidths come from a
@@ -31,7 +31,7 @@ Protocol = Literal["LL", "LL128", "Simple"]
 
 
 class Caps(NamedTuple):
-    """What a generation reaches at most, in GB/s, on one, two and more hosts; all but `ll` per channel."""
+    """The most that a generation reaches, in GB/s, on one, two and more hosts; all but `ll` per channel."""
 
     channels: int
     ll: tuple[float, float, float]
@@ -101,7 +101,7 @@ _NAMES: dict[Generation, str] = {
 
 
 def generation_of(device: str) -> Generation:
-    """Which constants NCCL takes for a GPU; those of Ampere for one that is not known here.
+    """Return the generation whose constants NCCL takes for a GPU; Ampere for one that is not known here.
 
     >>> generation_of("a100"), generation_of("NVIDIA H200"), generation_of("gb200"), generation_of("t4")
     ('ampere', 'hopper', 'blackwell', 'volta')

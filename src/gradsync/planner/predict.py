@@ -1,4 +1,4 @@
-"""What one plan will cost: its buckets are laid out as the engine does, a step is played, the pace says how often."""
+"""A prediction for one plan: its buckets are laid out as the engine does, a step is played, the pace says how often."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MODEL_SPREAD = {True: 0.05, False: 0.25}  # of what the model leaves out, by wh
 
 @dataclass(frozen=True)
 class _Period:
-    """What a pace makes of the steps, per step."""
+    """The effect of a pace on the steps, per step."""
 
     step_s: float
     compute_s: float
@@ -193,7 +193,7 @@ def _filling_s(profile: ModelProfile, device: Device, stock: bool) -> float:
 
 
 def quality(plan: Plan) -> Quality:
-    """What a plan does to training."""
+    """Return what a plan does to training."""
     if not isinstance(plan.pace, EveryStep):
         return "other training"
     if plan.compress is None:

@@ -1,4 +1,4 @@
-"""What a plan will cost, as data."""
+"""The predicted cost of a plan, as data."""
 
 from __future__ import annotations
 

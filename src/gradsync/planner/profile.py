@@ -1,4 +1,4 @@
-"""What a model asks of synchronization: gradients in the order of backward, and when each is ready.
+"""The demand of a model on synchronization: gradients in the order of backward, and when each is ready.
 
 A profile's file holds a table of times, and below it one of each gradient, in the order of backward.
 """
@@ -85,7 +85,7 @@ class ModelProfile:
 
     @property
     def nbytes(self) -> int:
-        """What all gradients take."""
+        """The bytes of all gradients."""
         return sum(gradient.nbytes for gradient in self.gradients)
 
     @property

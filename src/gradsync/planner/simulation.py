@@ -25,7 +25,7 @@ from gradsync.planner.stages import Stage
 
 
 class SimulatedBucket(NamedTuple):
-    """What travels together."""
+    """The gradients that travel together."""
 
     label: str
     ready_s: float  # of backward's own work, when its last gradient is there
@@ -33,7 +33,7 @@ class SimulatedBucket(NamedTuple):
 
 
 class ComputeTimes(NamedTuple):
-    """What a rank computes around the synchronization, in seconds on its own."""
+    """The computation of a rank around the synchronization, in seconds on its own."""
 
     forward_s: float
     backward_s: float
@@ -71,7 +71,7 @@ class _BucketProgress(NamedTuple):
 
 
 class _Job:
-    """What an actor is at."""
+    """The job that an actor is at."""
 
     def __init__(self, actor: _Actor) -> None:
         self.actor = actor
@@ -212,7 +212,7 @@ class _Simulation:
 
 
 def fair_speeds(loads: Sequence[float], cores: float) -> list[float]:
-    """How fast each goes, from 0 to 1: max-min fair shares of the cores.
+    """Return how fast each goes, from 0 to 1: max-min fair shares of the cores.
 
     >>> fair_speeds([1.0, 0.1], 1.0), fair_speeds([1.0, 1.0], 1.0), fair_speeds([1.0, 0.0], 2.0)
     ([0.9, 1.0], [0.5, 0.5], [1.0, 1.0])

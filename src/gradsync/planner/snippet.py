@@ -23,7 +23,7 @@ _FACTORIES: dict[str, Callable[..., Any]] = {
 
 
 def in_words(plan: Plan) -> str:
-    """What the plan does; what is usual is left out, except that nothing is lost.
+    """Say what the plan does; what is usual is left out, except that nothing is lost.
 
     >>> from gradsync.compress.integers import int8
     >>> in_words(Plan()), in_words(Plan(compress=int8(), pace=paces.accumulate(4), bucket_bytes=25 << 20))

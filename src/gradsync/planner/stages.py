@@ -42,14 +42,14 @@ def payload_nbytes(codec: Codec, param: Param) -> int:
 
 @lru_cache(maxsize=1024)
 def gathers(codec: Codec, param: Param, size: int) -> bool:
-    """Whether a rank holds the payloads of all at once."""
+    """Return whether a rank holds the payloads of all at once."""
     return any(isinstance(stage, Gather) for stage in codec.rounds(BucketForm([param], size)))
 
 
 def stages(
     choice: Choice, params: Sequence[Param], collectives: Collectives, algorithm: Algorithm | None
 ) -> list[Stage]:
-    """What a bucket of these parameters goes through; what like ones cost is remembered."""
+    """Return what a bucket of these parameters goes through; what like ones cost is remembered."""
     key = (choice, algorithm, tuple((param.shape, param.dtype) for param in params))
     if key not in collectives.stages:
         collectives.stages[key] = list(_stages(choice, params, collectives, algorithm))

@@ -1,4 +1,4 @@
-"""What waiting for the slowest rank costs: nobody can go on before the last one is there."""
+"""The cost of waiting for the slowest rank: nobody can go on before the last one is there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _STEP = 0.05
 
 @lru_cache(maxsize=256)
 def expected_max(n: int) -> float:
-    """How many standard deviations above the mean the largest of `n` independent normal values lies, on average.
+    """Return by how many standard deviations the largest of `n` independent normal values exceeds the mean, on average.
 
     By parts, with Φ the distribution of one: the mean of the largest is edge − ∫ Φ(x)ⁿ dx up to that edge.
 

@@ -1,4 +1,4 @@
-"""What to say to who asks for a part that the catalogue does not have."""
+"""The answer to who asks for a part that the catalogue does not have."""
 
 from __future__ import annotations
 
