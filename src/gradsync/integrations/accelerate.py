@@ -35,7 +35,7 @@ def prepare(
     guard: Guard | None = None,
     trace: str | os.PathLike[str] | None = None,
 ) -> Any:
-    """What `accelerator.prepare(*objects)` returns, with each model attached instead of wrapped.
+    """Return what `accelerator.prepare(*objects)` returns, with each model attached instead of wrapped.
 
     Several models become several GradSyncs, each with the optimizers over its own parameters; `sync_of(model)` has it.
     `accelerator.save_state` and `load_state` carry its state. `plan`, `guard` and `trace` are those of `gs.attach`.

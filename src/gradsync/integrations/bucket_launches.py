@@ -86,7 +86,7 @@ class BucketLaunches:
 
 
 def cut(nbytes: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
-    """Which parameters share a bucket, told by the sizes of all, the first bucket holding the last parameters.
+    """Return which parameters share a bucket, told by the sizes of all, the first bucket holding the last parameters.
 
     Empty where that cannot be told: DDP sorts by dtype.
 

@@ -29,7 +29,7 @@ from gradsync.integrations.hook_agreement import compare
 
 
 class DDPBucket:
-    """What one bucket of DDP carries; made once, filled and emptied in every step."""
+    """The content of one bucket of DDP; made once, filled and emptied in every step."""
 
     def __init__(self, sizes: list[int], places: list[list[int]], flat_buckets: list[FlatBucket]) -> None:
         """`places` are for each flat bucket those of DDP's gradients that travel in it, in its order."""
@@ -74,13 +74,13 @@ def make_ddp_bucket(items: list[Item], choose: Choose, indices: list[int], alloc
 
 
 def divide(items: list[Item], choose: Choose) -> list[tuple[list[int], Choice]]:
-    """Which gradients travel in which way, each way packed; a single one stays as it lies."""
+    """Return which gradients travel in which way, each way packed; a single one stays as it lies."""
     divided = pack_items(items, math.inf, choose)
     return divided if len(divided) > 1 else [(list(range(len(items))), divided[0][1])]
 
 
 def item_in_bucket(name: str, param: torch.Tensor) -> Item:
-    """How DDP lays out a gradient: as its parameter where that fills its memory, any other one row by row.
+    """Lay out a gradient as DDP does: as its parameter where that fills its memory, any other one row by row.
 
     >>> weight = torch.zeros(2, 6)
     >>> item_in_bucket("weight", weight.t()).strides, item_in_bucket("weight", weight[:, ::2]).strides
@@ -105,7 +105,7 @@ class DDPBuckets:
         self._lane.name_buckets(self._describe)
 
     def find(self, bucket: GradBucket) -> DDPBucket | None:
-        """What was made for it, if this bucket was there before."""
+        """Return what was made for this bucket, if it was there before."""
         return self._ddp_buckets.get(tuple(map(id, bucket.parameters())))
 
     def make(self, bucket: GradBucket) -> DDPBucket:
@@ -130,7 +130,7 @@ class DDPBuckets:
         self._ddp_buckets = {}
 
     def _drop(self, params: set[int]) -> None:
-        """What held a gradient of one of these parameters: DDP has laid its buckets out anew."""
+        """Drop what held a gradient of one of these parameters: DDP has laid its buckets out anew."""
         for key in [key for key in self._ddp_buckets if not params.isdisjoint(key)]:
             self._sender.remove(self._ddp_buckets.pop(key).flat_buckets)
 

@@ -39,7 +39,7 @@ def ddp_hook(plan: Plan, ddp: DistributedDataParallel, *, guard: Guard | None = 
 
 
 def open_hook(plan: Plan, ddp: DistributedDataParallel, guard: Guard | None, always: bool) -> tuple[DDPState, Hook]:
-    """What `ddp_hook` does; `always` compresses even where one rank is alone (to measure it)."""
+    """Do what `ddp_hook` does; `always` compresses even where one rank is alone (to measure it)."""
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(
             f"ddp_hook(plan, ddp) takes a DistributedDataParallel, got {type(ddp).__name__}; "
@@ -112,7 +112,7 @@ def _refuse_sparse(inventory: Inventory) -> None:
 
 
 def ignored_by(ddp: DistributedDataParallel) -> list[torch.Tensor]:
-    """What DDP leaves alone too."""
+    """Return what DDP leaves alone too."""
     module = ddp.module
     named = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
     return [tensor for name, tensor in named if name in ddp.parameters_to_ignore]

@@ -1,4 +1,4 @@
-"""What stands behind a DDP hook: buckets come, leave on our lane, and are back when backward has ended.
+"""The state behind a DDP hook: buckets come, leave on our lane, and are back when backward has ended.
 
     backward      │ g g g │ g g g │ g g g │ end │ DDP copies the averages to .grad
     hook          │       │ bucket 0      │ bucket 1
@@ -149,20 +149,21 @@ class DDPState:
     # What it cost, and what is kept
 
     def stats(self) -> dict[str, float | int | str | None]:
-        """What the last steps cost: medians, as a flat dict; docs/stats.md explains each key."""
+        """Return what the last steps cost: medians, as a flat dict; docs/stats.md explains each key."""
         stats = self._recorder.stats()
         stats["sent_nbytes"], stats["algorithm"] = self._sender.traffic() if stats["nbytes"] else (0, None)
         return stats | self._sender.tally.stats()
 
     def residuals(self) -> dict[str, torch.Tensor]:
-        """What compression has not sent yet, by parameter: this rank's share of the mean. Copies."""
+        """Return copies of what compression has not sent yet, by parameter: this rank's share of the mean."""
         return {name: residual.clone() for name, residual in self._sender.kept().residuals.items()}
 
     def state_dict(self, *, all_ranks: bool = False) -> State:
-        """What a resumed run needs beside model and optimizer: a flat dict of tensors, local, without communication.
+        """Return what a resumed run needs beside model and optimizer: a flat dict of tensors, local.
 
-        Each rank saves its own. It has the form of `GradSync.state_dict()`, and either takes the other's. With
-        `all_ranks` every rank must call it; rank 0 gets the state of all, in host memory, the others an empty dict.
+        Each rank saves its own, without communication. It has the form of `GradSync.state_dict()`, and either takes
+        the other's. With `all_ranks` every rank must call it; rank 0 gets the state of all, in host memory, the others
+        an empty dict.
         """
         if all_ranks:
             self._refuse_if_over()

@@ -1,4 +1,4 @@
-"""What a plan and Lightning's own options cannot do together: said at setup, before anything is attached."""
+"""The refusals of what a plan and Lightning's own options cannot do together: at setup, before anything is attached."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def refuse(plan: Plan | Auto | None, guard: Guard | None, accumulating: str | No
 
 
 def accumulating(trainer: pl.Trainer) -> str | None:
-    """What counts micro-batches on Lightning's side, if anything does.
+    """Return what counts micro-batches on Lightning's side, if anything does.
 
     The callback is asked itself, for it tells the Trainer only when an epoch begins, and that may be the fifth.
     """

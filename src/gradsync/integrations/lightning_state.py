@@ -1,4 +1,4 @@
-"""What a Lightning strategy does beside the gradients: it carries our state in checkpoints, and names a lost rank.
+"""The work of a Lightning strategy beside the gradients: it carries our state in checkpoints, and names a lost rank.
 
 Note [Who is there when a checkpoint is written]
     `Trainer.save_checkpoint` runs on every rank, and rank 0 writes. So the states of all ranks are gathered there, and

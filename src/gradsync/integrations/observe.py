@@ -46,7 +46,7 @@ _CALLED_S, _UNASKED_S = 30.0, 5.0  # for ranks to come: where the script calls `
 
 
 class NotTogether(GradSyncError):
-    """Not every rank observes, so that none compares or traces."""
+    """Some ranks do not observe, so that none compares or traces."""
 
     def __init__(self, missing: list[int], patience_s: float) -> None:
         super().__init__(

@@ -1,4 +1,4 @@
-"""What an observer compares between ranks: a header of our own with every sum of DDP, read one step later.
+"""The comparison that an observer makes of ranks: a header of our own with every sum of DDP, read one step later.
 
     step           7                  8                  9
     header      └─ sent ─┐         └─ sent ─┐
@@ -56,7 +56,7 @@ class ObserverChecks:
         self._step = 0  # announced so far: the lane's steps differ between ranks after join()
 
     def pause(self, paused: bool) -> None:
-        """Whether ranks may be out of data: then nothing is compared."""
+        """Compare nothing while `paused`: ranks may be out of data."""
         self._paused = paused
 
     def add_optimizer(self, optimizer: Optimizer) -> None:

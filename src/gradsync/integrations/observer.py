@@ -119,7 +119,7 @@ class Observer(HookListener):
         return iter(batches) if self._tracing is None else self._tracing.tracer.data(batches)
 
     def stats(self) -> dict[str, float | int | str | None]:
-        """What the last steps cost: medians, as a flat dict; docs/stats.md explains each key."""
+        """Return what the last steps cost: medians, as a flat dict; docs/stats.md explains each key."""
         found = {"skipped_steps": 0, "drift_findings": 0} if self._checks is None else self._checks.health_log.stats()
         return self._recorder.stats() | found
 
@@ -232,7 +232,7 @@ class Observer(HookListener):
             self._tracing.tracer.optimizer_ends()
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer steps this model; a group of parameters is of one model, so its first tells."""
+        """Return whether an optimizer steps this model; a group of parameters is of one model, so its first tells."""
         return any(id(param) in self._indices for group in optimizer.param_groups for param in group["params"][:1])
 
     # What DDP is about to do

@@ -61,7 +61,7 @@ def load(sync: GradSync, folder: Path, name: str = "gradsync") -> None:
 
 
 def read(folder: Path, rank: int, size: int, name: str = "gradsync") -> dict[str, torch.Tensor]:
-    """What the files of those old ranks hold that this one of `size` takes on; nothing if there are none."""
+    """Return what the files of those old ranks hold that this one of `size` takes on; nothing if there are none."""
     state: dict[str, torch.Tensor] = {}
     for old, file in _files(folder, name):
         if old % size == rank:

@@ -51,7 +51,7 @@ def report(metrics: Mapping[str, Any], sync: GradSync, state: Mapping[str, Any] 
 
 
 def resume() -> dict[str, Any] | None:
-    """What the last checkpoint holds, with the state of `sync` under "sync"; None at the start of a run.
+    """Return what the last checkpoint holds, with the state of `sync` under "sync"; None at the start of a run.
 
         if (state := resume()) is not None:
             model.load_state_dict(state["model"])

@@ -39,7 +39,7 @@ def follow_parameters(entries: Iterable[GradEntry], model: torch.nn.Module) -> l
 
 
 def describe_replaced(replaced: list[GradEntry]) -> str:
-    """What replaced parameters mean, as a sentence."""
+    """Say what replaced parameters mean."""
     names = [entry.name for entry in replaced]
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     what = "parameter" if len(names) == 1 else f"{len(names)} parameters"

@@ -93,7 +93,7 @@ class GradSyncCallback(TrainerCallback):
         self._terms = (plan, guard, trace)
 
     def stats(self) -> dict[str, float]:
-        """What `sync.stats()` says in numbers, as the Trainer logs it."""
+        """Return what `sync.stats()` says in numbers, as the Trainer logs it."""
         stats = {} if self.sync is None else self.sync.stats()
         return {f"gradsync/{key}": value for key, value in stats.items() if isinstance(value, int | float)}
 
@@ -116,7 +116,7 @@ class GradSyncCallback(TrainerCallback):
             self.sync.detach()
 
     def meet(self, control: TrainerControl) -> None:
-        """What is saved and evaluated is one model: paces that let replicas differ average before."""
+        """Make one model of what is saved and evaluated: paces that let replicas differ average before."""
         sync, optimizer = self.sync, self._trainer.optimizer
         assert sync is not None
         assert optimizer is not None
