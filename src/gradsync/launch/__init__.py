@@ -1,1 +1,1 @@
-"""How ranks come to be one group: under a launcher, or started here."""
+"""The making of one group out of ranks: under a launcher, or started here."""

@@ -1,4 +1,4 @@
-"""Which torch.distributed backend the ranks use: what was asked for, or what their devices allow."""
+"""The torch.distributed backend that the ranks use: what was asked for, or what their devices allow."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def available_backends() -> list[str]:
 
 
 def backends_by_device(backend: str) -> dict[str, str]:
-    """Which backend serves which device.
+    """Return which backend serves which device.
 
     >>> backends_by_device("cpu:gloo,cuda:nccl")
     {'cpu': 'gloo', 'cuda': 'nccl'}
@@ -87,7 +87,7 @@ def default_backend(gpus: Sequence[str | None], share_gpus: bool = False) -> tup
 
 
 def nccl_lack() -> str | None:
-    """Why NCCL cannot serve this rank; None if it can."""
+    """Return why NCCL cannot serve this rank; None if it can."""
     if not dist.is_nccl_available():
         return "this build of torch has no NCCL"
     try:

@@ -1,4 +1,4 @@
-"""What a launcher told this process, read from its environment: which rank, of how many, meeting where.
+"""The task that a launcher gave this process, read from its environment: which rank, of how many, meeting where.
 
 Pure: the environment comes in as a mapping, a `Task` goes out, or None when this process is alone.
 
@@ -225,7 +225,7 @@ def _refuse_batch_script(env: Mapping[str, str]) -> None:
 
 
 def _announced_tasks(env: Mapping[str, str]) -> tuple[int, str]:
-    """How many tasks `srun` would start, and which variables say so.
+    """Return how many tasks `srun` would start, and which variables say so.
 
     SLURM_NTASKS is set where `--ntasks` was given; without it there are `--ntasks-per-node`, or one, on each node.
     SLURM_TASKS_PER_NODE is always set, but without either option it may count a node's cores.

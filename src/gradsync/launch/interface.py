@@ -1,4 +1,4 @@
-"""Which network interface gloo uses on this host, and by which address the others reach it.
+"""The network interface that gloo uses on this host, and the address by which the others reach it.
 
 Left alone, gloo binds to whatever the host's own name resolves to. On Debian and Ubuntu that is
 127.0.1.1, by /etc/hosts, and a group across hosts then hangs in connect.
@@ -36,7 +36,7 @@ class Endpoint:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether packets to this literal address stay in the kernel.
+    """Return whether packets to this literal address stay in the kernel.
 
     >>> is_loopback("127.0.1.1"), is_loopback("::1"), is_loopback("10.0.0.1")
     (True, True, False)
@@ -139,7 +139,7 @@ def _interface_of(address: str) -> str | None:
 
 
 def _endpoint_of_host_name() -> Endpoint:
-    """What gloo does by itself: the host name's address, else loopback."""
+    """Return what gloo takes by itself: the host name's address, else loopback."""
     try:
         return Endpoint(None, str(socket.getaddrinfo(socket.gethostname(), 0)[0][4][0]))
     except OSError:

@@ -158,7 +158,7 @@ class Rendezvous:
         raise self._absent(self._missing(tree, "meet") if tree is not None else [0])
 
     def _meeting(self, tree: StoreTree, mine: list[Any]) -> Generator[Any, None, bool]:
-        """Whether rank 0 has heard of this very rank; raises if it says who did not come."""
+        """Return whether rank 0 has heard of this very rank; raise if it says who did not come."""
         record = json.dumps(mine).encode()
         found = {tree.rank: record}
         steps = self._nonces(tree, record, found)
@@ -213,7 +213,7 @@ class Rendezvous:
             yield awaited
 
     def _go_through(self, steps: Generator[Any, None, T], tree: StoreTree) -> T | None:
-        """What comes of the steps; None if the time is over, or a rank has ended."""
+        """Return what comes of the steps; None if the time is over, or a rank has ended."""
         more_s = 0.0 if tree.rank == 0 else _GRACE_S
         pauses, looked = self._pauses(), 0.0
         while True:
@@ -340,7 +340,7 @@ def _joined_runs(parts: list[bytes]) -> bytes:
 
 
 def _at_once(steps: Generator[Any, None, dict[int, bytes]]) -> dict[int, bytes]:
-    """What comes of steps that need not wait; nothing if they would."""
+    """Return what comes of steps that need not wait; nothing if they would."""
     try:
         next(steps)
     except StopIteration as end:

@@ -1,4 +1,4 @@
-"""What each rank tells the others before the group is made, and what follows from it. Pure.
+"""The record that each rank tells the others before the group is made, and what follows from it. Pure.
 
 Every rank holds the same lists, so every rank comes to the same sentence.
 """
@@ -16,7 +16,7 @@ from gradsync.launch.shared_gpus import ranks_that_share, sharing_refusal
 
 @dataclass(frozen=True)
 class RankRecord:
-    """Who a rank is: what it knows before it knows the others."""
+    """The identity of a rank: what it knows before it knows the others."""
 
     hostname: str
     host: str
@@ -25,9 +25,9 @@ class RankRecord:
     """The host as packets see it: equal iff loopback connects."""
     towards_master: str | None
     backend: str | None
-    """What the user asked for."""
+    """The backend that the user asked for."""
     share_gpus: bool = False
-    """Whether ranks may share a GPU over NCCL."""
+    """True if ranks may share a GPU over NCCL."""
     host_id: str | None = None
     """The one by which the user wants NCCL to know it."""
 
@@ -69,7 +69,7 @@ def refusal(peers: Sequence[RankRecord], placements: Sequence[RankPlacement]) ->
 
 
 def shares_over_nccl(peers: Sequence[RankRecord], placements: Sequence[RankPlacement]) -> bool:
-    """Whether there are ranks on one GPU that NCCL is to serve."""
+    """Return whether there are ranks on one GPU that NCCL is to serve."""
     gpus, allowed = [placement.gpu for placement in placements], peers[0].share_gpus
     backend = peers[0].backend or default_backend(gpus, allowed)[0]
     return allowed and bool(ranks_that_share(gpus)) and backends_by_device(backend).get("cuda") == "nccl"

@@ -1,4 +1,4 @@
-"""What ranks need to share a GPU over NCCL: a host id for each, and NVIDIA's server, which runs their kernels at once.
+"""The sharing of a GPU over NCCL: a host id for each rank, and NVIDIA's server, which runs their kernels at once.
 
 NCCL refuses two ranks whose host and whose GPU are the same ("Duplicate GPU detected"). A rank with a host id of its
 own counts as a host, and what it sends goes through sockets. Order, errors, bytes and overlap are those of NCCL then;
@@ -51,7 +51,7 @@ rm -rf "$2"
 
 
 def sharing_allowed(asked: bool | None, env: Mapping[str, str]) -> bool:
-    """Whether ranks may share a GPU over NCCL: as the caller says, else as the environment does.
+    """Return whether ranks may share a GPU over NCCL: as the caller says, else as the environment does.
 
     >>> sharing_allowed(None, {"GRADSYNC_SHARE_GPUS": "1"}), sharing_allowed(False, {"GRADSYNC_SHARE_GPUS": "1"})
     (True, False)
@@ -107,7 +107,7 @@ def sharing_refusal(
 def nccl_variables(
     rank: int, gpus: Sequence[str | None], interface: str | None, env: Mapping[str, str]
 ) -> dict[str, str]:
-    """What this rank's environment lacks for ranks on these GPUs; to be there before its first NCCL communicator.
+    """Return what this rank's environment lacks for ranks on these GPUs, to be set before its first communicator.
 
     A rank with a GPU of its own keeps its host, but sends through sockets like the others: NCCL needs one way for all.
 
@@ -162,7 +162,7 @@ class Mps:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a client's environment must hold before it first uses the GPU."""
+        """The variables that a client must have in its environment before it first uses the GPU."""
         pipe, log = str(self._folder / "pipe"), str(self._folder / "log")
         return {"CUDA_MPS_PIPE_DIRECTORY": pipe, "CUDA_MPS_LOG_DIRECTORY": log}
 

@@ -51,7 +51,7 @@ class RankFailed(GradSyncError):
 
 
 class RankOutcome(NamedTuple):
-    """How a rank ended: with a value, a traceback, or an exit code."""
+    """The end of a rank: with a value, a traceback, or an exit code."""
 
     ok: bool
     value: Any
@@ -98,7 +98,7 @@ class RankPool:
     def outcomes(
         self, fn: Callable[..., Any], *args: Any, ranks: int | None = None, timeout: float = 60
     ) -> list[RankOutcome]:
-        """How each rank ended; nothing is raised for those that failed."""
+        """Return how each rank ended; nothing is raised for those that failed."""
         world_size = self.ranks if ranks is None else ranks
         if not 1 <= world_size <= self.ranks:
             raise ValueError(f"this pool has {self.ranks} ranks, asked for {world_size}")
@@ -225,7 +225,7 @@ class _Worker:
         return [self._job_thread.over, self._process.sentinel]
 
     def outcome(self) -> RankOutcome:
-        """How the process ended: by what it said last, or by its exit code."""
+        """Return how the process ended: by what it said last, or by its exit code."""
         assert self._job_thread is not None
         if (answer := self._job_thread.answer()) is not None:
             return answer
