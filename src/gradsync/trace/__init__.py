@@ -1,4 +1,4 @@
-"""What happened, kept as it happens; imports nothing of ours."""
+"""The record of what happened, kept as it happens; imports nothing of ours."""
 
 from gradsync.trace.recorder import Recorder, StepRecord
 

@@ -28,7 +28,7 @@ NBYTES = 4096
 
 
 class Moment(enum.IntEnum):
-    """What a rank did last; the value is in the file."""
+    """The last thing that a rank did; the value is in the file."""
 
     ATTACHED = 0
     FORWARD = 1
@@ -80,7 +80,7 @@ class Flight:
 
 
 def read_flight(path: Path) -> list[FlightEntry]:
-    """What a record holds, oldest first; nothing if it is none."""
+    """Return what a record holds, oldest first; nothing if it is none."""
     try:
         content = files.beginning(path, NBYTES)
     except OSError:

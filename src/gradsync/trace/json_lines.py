@@ -51,7 +51,7 @@ def to_json(line: Line) -> str:
 
 
 def from_json(text: str) -> Line:
-    """What `to_json` wrote; `Unreadable` for anything else.
+    """Return what `to_json` wrote; raise `Unreadable` for anything else.
 
     >>> from_json('{"kind":"end","step":7,"why":"detach"}')
     RankEnd(step=7, why='detach')

@@ -128,7 +128,7 @@ class StepLine:
 
     @property
     def own_s(self) -> float:
-        """How long this rank worked and did not wait: comparable between ranks, who leave a synchronization at once."""
+        """The time this rank worked and did not wait: comparable between ranks, who leave a synchronization at once."""
         return max(0.0, self.step_s - self.seconds("wait"))
 
     def seconds(self, name: str) -> float:
@@ -147,7 +147,7 @@ class ClockShift:
 
 
 class SocketLine(NamedTuple):
-    """What one connection carried since the last line."""
+    """The traffic of one connection since the last line."""
 
     peer: int | None  # its rank, where known
     address: str
@@ -168,7 +168,7 @@ class SocketLines:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What `stats()` said."""
+    """The answer of `stats()`."""
 
     kind: ClassVar[str] = "stats"
     step: int

@@ -40,7 +40,7 @@ _MOST_FOLDERS = 8  # in a sentence
 
 
 class EarlierRun(NamedTuple):
-    """What is known of a run whose folder a later one was given."""
+    """The outline of a run whose folder a later one was given."""
 
     steps: list[int]  # the first and the last that are here; none if there are none
     last_seen: float  # by the wall clock: the end of the last step, or the beginning
@@ -48,7 +48,7 @@ class EarlierRun(NamedTuple):
 
 @dataclass
 class RankTrace:
-    """All that one rank wrote."""
+    """The trace of one rank: all that it wrote."""
 
     run: RunHeader
     layouts: list[BucketLayout] = field(default_factory=list)
@@ -66,11 +66,11 @@ class RankTrace:
 
     @property
     def left_in_order(self) -> bool:
-        """Whether the rank ended, and not by an exception."""
+        """True if the rank ended, and not by an exception."""
         return self.end is not None and self.end.why != "exception"
 
     def outline(self) -> EarlierRun:
-        """What is left of it once another one has begun."""
+        """Return what is left of this run once another one has begun."""
         ends = [self.run.started + line.at + line.step_s - self.run.clock for line in self.steps[-1:]]
         return EarlierRun([line.step for line in (*self.steps[:1], *self.steps[-1:])], *(ends or [self.run.started]))
 
@@ -140,7 +140,7 @@ class Follower:
         self._refused: dict[int, str] = {}
 
     def read(self) -> RunTrace:
-        """All that is known by now; ValueError with a sentence if that is no trace."""
+        """Return all that is known by now; raise ValueError with a sentence if that is no trace."""
         if not self._folder.is_dir():
             raise ValueError(f"{self._folder} is no folder; name the one given as trace= or GRADSYNC_TRACE")
         paths = self._paths()
@@ -274,7 +274,7 @@ def _identity_if_readable(path: Path) -> bytes:
 
 
 def _identity(path: Path) -> bytes:
-    """What is equal for one file while it grows, and also once it has another name; nothing if there is none.
+    """Return what is equal for one file while it grows, and once it has another name; nothing if there is none.
 
     A new file may get the number of one that was removed: so its header, which says when it began, is part of it.
     """

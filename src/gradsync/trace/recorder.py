@@ -1,4 +1,4 @@
-"""What each synchronization cost, in memory: one small record per step, the last thousand kept."""
+"""The cost of each synchronization, in memory: one small record per step, the last thousand kept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradsync.trace.timers import Moment
 
 
 class TimedCollective(Protocol):
-    """What a collective leaves behind; times in seconds of the monotonic clock, 0.0 where nobody knows."""
+    """The record that a collective leaves; times in seconds of the monotonic clock, 0.0 where nobody knows."""
 
     launched_at: float
     finished_at: float
@@ -23,7 +23,7 @@ class TimedCollective(Protocol):
 
 
 class Synchronized(Protocol):
-    """What one synchronization brought."""
+    """The result of one synchronization."""
 
     @property
     def step(self) -> int: ...

@@ -1,4 +1,4 @@
-"""What each compressor cost and saved, and what it did to the gradients: sums since attach, read as means per step."""
+"""The tally of what each compressor cost, saved and did to the gradients: sums since attach, read as means per step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CodecSpan(NamedTuple):
 
 @dataclass(slots=True)
 class CodecTally:
-    """What one compressor cost and saved."""
+    """The tally of what one compressor cost and saved."""
 
     way: str = ""  # how its payloads travelled last
     steps: int = 0

@@ -19,7 +19,7 @@ class Timer(Protocol):
 
     def now(self) -> Moment: ...
     def passed(self, moment: Moment) -> bool:
-        """Whether it can be read without waiting."""
+        """Return whether a moment can be read without waiting."""
 
     def read(self, moment: Moment) -> float:
         """Seconds of the host's monotonic clock."""
