@@ -113,7 +113,7 @@ class Controller:
 
     @property
     def is_due(self) -> bool:
-        """Whether there is something to do at the next border."""
+        """True if there is something to do at the next border."""
         return self._step >= self._due
 
     def border(self) -> None:

@@ -33,7 +33,7 @@ _TOLERANCE = 0.25  # by which a measured step may be off the predicted one
 
 
 def describe_choice(chosen: Prediction, default: Prediction, step: int, calibrated: bool) -> str:
-    """What was chosen, what it will take, why, and what the default would take."""
+    """Say what was chosen, what it will take, why, and what the default would take."""
     share = f"{show_seconds(chosen.step_s)} a step predicted, {100 * chosen.overhead:.0f} % of it synchronization"
     figures = "measured here" if calibrated else "not measured here"
     if chosen.plan == Plan():
@@ -54,7 +54,7 @@ def describe_miss(measured_s: float, predicted_s: float, step: int, steps: int) 
 
 
 def is_off(measured_s: float, expected_s: float) -> bool:
-    """Whether a time is another one than was expected.
+    """Return whether a time is another one than was expected.
 
     >>> is_off(1.2, 1.0), is_off(1.3, 1.0), is_off(0.7, 1.0)
     (False, True, True)
@@ -63,7 +63,7 @@ def is_off(measured_s: float, expected_s: float) -> bool:
 
 
 class ChoiceInputs(NamedTuple):
-    """What a plan was chosen from."""
+    """The inputs that a plan was chosen from."""
 
     cluster: Cluster
     profile: ModelProfile
@@ -90,7 +90,7 @@ class Decision(NamedTuple):
 
 
 def probe_links(lane: Lane, parent: dist.ProcessGroup) -> Cluster | None:
-    """What the links can do, measured briefly; None on every rank if any failed. Every rank calls this at once."""
+    """Measure briefly what the links can do; None on every rank if any failed. Every rank calls this at once."""
     findings, failure = None, None
     try:
         findings = measure(parent, brief=True)
@@ -112,7 +112,7 @@ def probe_links(lane: Lane, parent: dist.ProcessGroup) -> Cluster | None:
 
 
 def gather(lane: Lane, stopwatch: Stopwatch, steps: int, entries: Sequence[GradEntry]) -> list[Timing]:
-    """What the ranks measured, of those that did; every rank calls this at once."""
+    """Return what the ranks measured, of those that did; every rank calls this at once."""
     mine = pack(Timing.of(stopwatch.samples()[-steps:], len(entries)), steps, len(entries))
     found = [unpack(row, steps) for row in lane.exchange(mine, "the times of a step")]
     return [timing for timing in found if timing is not None]

@@ -28,7 +28,7 @@ def profile(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     steps: int = 5,
 ) -> ModelProfile:
-    """What a training step of this model takes, and when each gradient is ready: medians over `steps` steps.
+    """Return what a training step of this model takes, and when each gradient is ready: medians over `steps` steps.
 
     `step` runs one: forward, backward, and what else belongs to it. It is called once more than that, since the
     first one warms up; what it does to the model stays done. With the optimizer its time is told apart. On a GPU
@@ -146,7 +146,7 @@ def pack(timing: Timing | None, steps: int, num_params: int) -> bytes:
 
 
 def unpack(row: bytes, steps: int) -> Timing | None:
-    """What `pack` packed.
+    """Return what `pack` packed.
 
     >>> timing = Timing(0.1, 0.2, 0.0, 0.0, 0.05, [0.3, 0.31], [0.15])
     >>> unpack(pack(timing, 5, 1), 5) == timing, unpack(pack(None, 5, 1), 5)

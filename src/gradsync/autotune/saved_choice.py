@@ -35,7 +35,7 @@ def flatten(chosen: SavedChoice | None) -> dict[str, torch.Tensor]:
 
 
 def read(state: Mapping[str, torch.Tensor]) -> SavedChoice | None:
-    """What a state says of it.
+    """Return what a state says of the choice.
 
     >>> chosen = SavedChoice(Plan().canonical(), 0.25, 2, "exact")
     >>> read(flatten(chosen)) == chosen, read({})

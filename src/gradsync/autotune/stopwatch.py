@@ -31,7 +31,7 @@ class StepClock(Protocol):
     def now(self) -> Moment: ...
     def seconds(self, first: Moment, last: Moment) -> float: ...
     def queued_s(self) -> float:
-        """How long this thread has waited for a core so far; 0 where that is not known."""
+        """Return how long this thread has waited for a core so far; 0 where that is not known."""
 
 
 class HostClock:
