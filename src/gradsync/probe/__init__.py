@@ -1,1 +1,1 @@
-"""What the links and this machine can do, measured: a `Cluster` to plan by."""
+"""The measurement of what the links and this machine can do: a `Cluster` to plan by."""

@@ -41,7 +41,7 @@ class Caller(Protocol):
 
 
 class TimedCall(NamedTuple):
-    """What one call took, as all ranks know it."""
+    """The time of one call, as all ranks know it."""
 
     nbytes: int
     seconds: float
@@ -49,7 +49,7 @@ class TimedCall(NamedTuple):
 
 
 class SweepTime(NamedTuple):
-    """How long a sweep may take, roughly."""
+    """The time that a sweep may take, roughly."""
 
     size_s: float
     whole_s: float
@@ -159,7 +159,7 @@ def _expected(known: Sequence[tuple[int, float]], nbytes: int) -> float:
 
 
 def together(group: ProbeGroup, caller: Caller, nbytes: int, times: int) -> list[float]:
-    """What each of so many calls took: the shortest time of a team's ranks, in the middle of all teams."""
+    """Return what each of so many calls took: the shortest time of a team's ranks, in the middle of all teams."""
     group.meet()
     seconds = call(group, caller, nbytes, times) if takes_part(group, caller) else [math.nan] * times
     rows = group.tell(seconds)
@@ -172,7 +172,7 @@ def takes_part(group: ProbeGroup, caller: Caller) -> bool:
 
 
 def call(group: ProbeGroup, caller: Caller, nbytes: int, times: int) -> list[float]:
-    """What so many calls took on this rank."""
+    """Return what so many calls took on this rank."""
     seconds: list[float] = []
     group.lane.wait(start(group, caller, nbytes, times, seconds))
     return seconds

@@ -1,4 +1,4 @@
-"""What compressors cost here: each computes what it does with a bucket, as in training, but sends nothing."""
+"""The cost of compressors here: each computes what it does with a bucket, as in training, but sends nothing."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class ProbeFindings:
 
     @property
     def median_error(self) -> float:
-        """How far the fitted links are from what was measured at sizes kept back: relative, in the middle."""
+        """The distance of the fitted links from what was measured at sizes kept back: relative, in the middle."""
         return median(error for fit in self.tiers.values() for error in fit.errors)
 
     @property
@@ -135,7 +135,7 @@ def _load(group: ProbeGroup, compute: ComputeLoad, caller: Caller, timed: list[T
 
 
 def _call_s(group: ProbeGroup) -> float:
-    """What it takes to start the sum of a bucket, and to learn that it is there."""
+    """Return what it takes to start the sum of a bucket, and to learn that it is there."""
     team = group.lane.team if group.lane.one_host and group.on_host else None
     route = NativeRoute(group.lane) if team is None else SharedRoute(group.lane, team)
     flat = torch.zeros(_TINY_NUMEL, dtype=torch.float32, device=group.wire)

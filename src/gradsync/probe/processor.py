@@ -31,7 +31,7 @@ _SIDE = {"cpu": 192, "cuda": 2048}  # three such matrices fit into a core's cach
 
 
 class ProcessorTimes(NamedTuple):
-    """What computes on a rank, measured while every rank is busy."""
+    """The speed of what computes on a rank, measured while every rank is busy."""
 
     cores: float
     jitter: float
@@ -130,7 +130,7 @@ def jitter_of(bursts: Sequence[Sequence[float]]) -> float:
 
 
 def _cores(group: ProbeGroup) -> float:
-    """How many cores a rank gets if it asks for two while all ranks do; a GPU counts as one."""
+    """Return how many cores a rank gets if it asks for two while all ranks do; a GPU counts as one."""
     if group.device.type == "cuda":
         return 1.0
     return min(2.0, mean(group.tell_one(_two_threads_cores(group))))
@@ -232,7 +232,7 @@ def _slowdown(before: float, beside: float, after: float) -> float:
 
 
 def _overlapped(group: ProbeGroup, compute: ComputeLoad, caller: Caller, nbytes: int, times: int) -> _OverlappedCalls:
-    """What this thread computes while the lane's thread calls."""
+    """Return how fast this thread computes while the lane's thread calls, and how long a call takes then."""
     begun = time.perf_counter()
     seconds: list[float] = []
     calls = start(group, caller, nbytes, times, seconds)
