@@ -1,4 +1,4 @@
-"""What torch asks for, as operations of the team: all-reduce, reduce-scatter, all-gather of CPU tensors.
+"""The collectives of torch as operations of the team: all-reduce, reduce-scatter, all-gather of CPU tensors.
 
     all_reduce        each adds up all of it                              SMALL, STAGED
     reduce_scatter    each adds up the part that is to be its own         SHED
@@ -59,12 +59,12 @@ Parts = torch.Tensor | list[torch.Tensor]
 
 
 def summable(tensors: Sequence[torch.Tensor], op: ReduceOp) -> bool:
-    """Whether we add these up: like gloo, `numel` elements from where the tensor begins, whatever its strides."""
+    """Return whether we add these up: like gloo, `numel` elements from where a tensor begins, whatever its strides."""
     return op.op in _ADDS and _in_memory(tensors) and all(tensor.dtype in CODES for tensor in tensors)
 
 
 def scatterable(parts: Parts, output: torch.Tensor, op: ReduceOp, size: int) -> bool:
-    """Whether a reduce-scatter is ours: integers have no mean here."""
+    """Return whether a reduce-scatter is ours: integers have no mean here."""
     averages = op.op == dist.ReduceOp.AVG
     return gatherable(parts, output, size) and summable([output], op) and (output.is_floating_point() or not averages)
 
@@ -142,13 +142,13 @@ def _scale(team: Team, op: ReduceOp) -> float:
 
 @lru_cache(maxsize=1024)
 def _signature(what: str, numel: int, dtype: torch.dtype, kind: object) -> bytes:
-    """What ranks compare before they touch anything."""
+    """Return what ranks compare before they touch anything."""
     adds = "" if kind is None else f" {str(kind).rpartition('.')[2]}"
     return f"{what}{numel} {str(dtype).removeprefix('torch.')}{adds}".encode()
 
 
 class TeamQueue:
-    """What one rank of a group does with the others, all of one host."""
+    """The queue of what one rank of a group does with the others, all of one host."""
 
     def __init__(self, lane: Lane, team: Team) -> None:
         self.lane = lane

@@ -185,7 +185,7 @@ class GradsyncGroup(dist.ProcessGroup):
         super()._set_group_name(name)
 
     def shutdown(self) -> None:
-        """What `dist.destroy_process_group` calls."""
+        """Close the group; `dist.destroy_process_group` calls this."""
         if self._lane is not None:
             self._lane.close(together=self._lane.idle)
             self._lane = self._gloo_errors = self._queue = None

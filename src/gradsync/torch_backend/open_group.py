@@ -1,4 +1,4 @@
-"""How a group begins: torch calls `open_group` on every member at once, before the group is known to anybody."""
+"""The beginning of a group: torch calls `open_group` on every member at once, before the group is known to anybody."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a collective hands back: a `Work` of torch, for Python and for C++ alike.
+"""The works that collectives hand back: a `Work` of torch, for Python and for C++ alike.
 
 Note [Futures]
     C++ (DDP's reducer, say) waits for a future of torch, which somebody must complete: a thread of ours, in the order
@@ -38,7 +38,7 @@ _SLICE_S = 0.1
 
 
 class WrappedWork(dist.Work):
-    """What a collective hands back, with something added by those who inherit."""
+    """The work that a collective hands back, with something added by those who inherit."""
 
     def __init__(self, work: dist.Work) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class WrappedWork(dist.Work):
 
 
 class CompletedWork(dist.Work):
-    """What was done before its work was handed back."""
+    """The work of a collective that was done before it was handed back."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class SharedWork(dist.Work):
                 raise error
 
     def is_completed(self) -> bool:
-        """Whether it has ended; then the tensors hold the result, also for who only asks and never waits."""
+        """Return whether it has ended; then the tensors hold the result, also for who only asks and never waits."""
         if not self._settled and all(pending.landed(0) for pending in self._in_flight):
             self.complete()
         return self._settled
@@ -170,7 +170,7 @@ class SharedWork(dist.Work):
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """What went wrong, as far as it has ended."""
+        """Return what went wrong, as far as it has ended."""
         if self.is_completed():
             try:
                 self.wait()
