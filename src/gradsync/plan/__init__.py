@@ -1,1 +1,1 @@
-"""What to do, as data: a plan, its pace and its guard."""
+"""A plan, its pace and its guard, as data: what to do."""

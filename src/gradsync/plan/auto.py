@@ -13,7 +13,7 @@ from gradsync.plan.sync_plan import Plan
 Allowed = Literal["exact", "16-bit", "lossy"]
 
 PROFILING = Plan(overlap="none")
-"""What the first steps run with: exact, and computation and communication apart, so that each can be timed."""
+"""The plan of the first steps: exact, and computation and communication apart, so that each can be timed."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Auto:
                 raise ValueError(f"auto: {name} must be a whole number of at least 1, got {value!r}")
 
     def canonical(self) -> dict[str, Any]:
-        """What must be the same on every rank; each may save elsewhere."""
+        """Return what must be the same on every rank; each may save elsewhere."""
         cluster = "probed"
         if self.cluster is not None:
             digest = hashlib.sha256(repr(self.cluster).encode()).hexdigest()[:12]

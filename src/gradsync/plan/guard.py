@@ -1,4 +1,4 @@
-"""What to do when something is wrong, as data."""
+"""A guard as data: what to do when something is wrong."""
 
 from __future__ import annotations
 

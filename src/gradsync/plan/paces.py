@@ -1,4 +1,4 @@
-"""How often and how fresh, as data: what stands in `Plan(pace=...)`. What each does is in `pace/`."""
+"""The paces as data: how often and how fresh, for `Plan(pace=...)`. What each does is in `pace/`."""
 
 from __future__ import annotations
 

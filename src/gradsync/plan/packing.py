@@ -1,4 +1,4 @@
-"""Which gradients travel together: the order is cut into buckets of like ones, for the engine and for the planner."""
+"""The packing of gradients that travel together: the order is cut into buckets of like ones, for engine and planner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to do, as data: a `Plan` answers how gradients travel, how often, and when."""
+"""A plan as data: it answers how gradients travel, how often, and when."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ALGORITHMS: dict[str, type] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """How to synchronize. Frozen and checked; equal plans compare equal, also across ranks.
+    """A plan of how to synchronize. Frozen and checked; equal plans compare equal, also across ranks.
 
     Args:
         algorithm: Which way the bytes travel: `native()` (the process group's own all-reduce), `ring()`, `tree()`,
@@ -164,7 +164,7 @@ class Plan:
 
 
 def not_a_plan(value: object) -> str:
-    """What to say to who passed something else, a compressor most likely.
+    """Say what is wrong to who passed something else, a compressor most likely.
 
     >>> not_a_plan(3)
     'plan must be a gs.Plan, got 3'
