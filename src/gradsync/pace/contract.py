@@ -170,7 +170,7 @@ class Pace(ABC):
         return OpenWindow(0, {})
 
     def has_room_for(self, backwards: int) -> bool:
-        """Return whether a window of this pace is still open after so many."""
+        """Return whether a window of this pace is still open after so many backwards."""
         return backwards == 0
 
     def resume_window(self, window: OpenWindow) -> None:  # noqa: B027
