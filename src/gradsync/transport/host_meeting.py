@@ -1,4 +1,4 @@
-"""How the ranks of a group find each other: by page where they share a host, else through the store.
+"""The meeting of a group's ranks: they find each other by page where they share a host, else through the store.
 
     set record  ─  see records: map the page, or hear of it by the store  ─  say whom I see  ─  all have seen each other
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other goes up the control tree and down again: in each subgroup a message of fixed size.
+"""The messages that ranks send up the control tree and down again: in each subgroup one of fixed size.
 
     up      row, row, row ─merge→ row, row ─merge→ row       who leads a subgroup merges what its members bring
     down                            row ─→ row, row ─→ row, row, row
@@ -47,7 +47,7 @@ def comparable(word: bytes) -> torch.Tensor:
 
 
 def all_same(rows: torch.Tensor) -> bool:
-    """Whether these rows, merged ones perhaps, are of one word: no bit is set in one and not in another.
+    """Return whether these rows, merged ones perhaps, are of one word: no bit is set in one and not in another.
 
     >>> all_same(torch.stack([comparable(b"ab")] * 3)), all_same(torch.stack([comparable(b"ab"), comparable(b"ac")]))
     (True, False)
@@ -57,7 +57,7 @@ def all_same(rows: torch.Tensor) -> bool:
 
 
 class SubgroupChannel(Protocol):
-    """What a subgroup talks over; a work is one of torch's, or anything with `get_future()`."""
+    """The channel over which a subgroup talks; a work is one of torch's, or anything with `get_future()`."""
 
     def collect(self, rows: torch.Tensor | None, row: torch.Tensor) -> Any:
         """Fill the first member's `rows` with every member's `row`."""
@@ -237,7 +237,7 @@ class BoardedMessage(Pending):
             raise self._error
 
     def _take_turn(self, slice_s: float) -> bool:
-        """One of the waits, for at most a slice; whether it is over."""
+        """Do one of the waits, for at most a slice, and return whether it is over."""
         team = self._team
         if self._asked is not None:
             if not self._asked.landed(slice_s):

@@ -213,5 +213,5 @@ class LaneWait(BoundedWait[Pending]):
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in a sentence."""
+    """Return what an error says, in a sentence."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
