@@ -1,4 +1,4 @@
-"""What a model consists of, for us: its parameters by name, its buffers; and what we must refuse.
+"""The parts of a model that matter here: its parameters by name, its buffers; and what we must refuse.
 
 Notice what changed in a model after attach: a parameter nobody averages would let replicas drift apart.
 
@@ -40,7 +40,7 @@ class Inventory(NamedTuple):
     ignored: set[int]  # ids of what is left alone
 
     def table(self, optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
-        """What ranks compare: one row per parameter and per buffer."""
+        """Return what ranks compare: one row per parameter and per buffer."""
         places = _places_in(optimizers)
         parameters = [
             _row("parameter", entry.name, entry.param)
@@ -59,7 +59,7 @@ class Inventory(NamedTuple):
 
 
 def unseen(table: Mapping[str, M | None], seen: set[int]) -> Iterator[tuple[str, M]]:
-    """What a module has and none before it had."""
+    """Yield what a module has and none before it had."""
     for key, member in table.items():
         if member is not None and id(member) not in seen:
             seen.add(id(member))
@@ -227,13 +227,13 @@ def _places_in(optimizers: Sequence[Optimizer]) -> dict[int, list[str]]:
 
 
 def _is_of(value: object, module: str, name: str) -> bool:
-    """Whether it is of that class. Nothing is, before somebody imported it; and importing it takes a second."""
+    """Return whether it is of that class. Nothing is, before somebody imported it; and importing it takes a second."""
     kind = getattr(sys.modules.get(module), name, None)
     return kind is not None and isinstance(value, kind)
 
 
 class ModelChanges:
-    """What the model consisted of at attach."""
+    """The changes in a model since attach, by what it consisted of then."""
 
     def __init__(
         self,
@@ -347,11 +347,11 @@ class ModelChanges:
                 )
 
     def note_trainable(self) -> None:
-        """Which parameters require a gradient now is known."""
+        """Note which parameters require a gradient now."""
         self._trainable = [entry.param.requires_grad for entry in self._entries]
 
     def trainable_changed(self) -> bool:
-        """Whether one was frozen or thawed since."""
+        """Return whether one was frozen or thawed since."""
         return [entry.param.requires_grad for entry in self._entries] != self._trainable
 
     def check_thawed(self, hears: Callable[[GradEntry], bool]) -> None:

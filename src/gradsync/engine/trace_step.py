@@ -49,7 +49,7 @@ def wanted(trace: str | os.PathLike[str] | None) -> Path | None:
 
 
 class TraceAgreement(NamedTuple):
-    """What ranks agree on before any of them writes."""
+    """The agreement of the ranks before any of them writes."""
 
     together: bool  # every rank traces
     run_id: str  # the same on all
