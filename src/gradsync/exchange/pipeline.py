@@ -37,7 +37,7 @@ class _UnderWay(NamedTuple):
 
 
 class Pipeline:
-    """What takes buckets and runs them: on `lane_thread`, or in the caller itself if there is none."""
+    """A pipeline that takes buckets and runs them: on `lane_thread`, or in the caller itself if there is none."""
 
     def __init__(self, lane_thread: LaneThread | None, device: torch.device) -> None:
         self._lane_thread = lane_thread
@@ -83,7 +83,7 @@ class Pipeline:
             delivery.finish(error if first is None else _again(first))
 
     def on_stream(self) -> AbstractContextManager[object]:
-        """What an exchange launches inside goes to its stream; on a CPU there is none."""
+        """Let what an exchange launches inside go to the pipeline's stream; on a CPU there is none."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _begin(self, rounds: PendingRounds, delivery: Promise) -> None:

@@ -68,7 +68,7 @@ class Message(NamedTuple):
     add: bool
 
     def meets(self, other: Message) -> bool:
-        """Whether the two have elements in common."""
+        """Return whether the two have elements in common."""
         return self.start < other.stop and other.start < self.stop
 
 
@@ -91,7 +91,7 @@ class RoundPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What one rank does in each round, for tensors of one size; made by `compile`."""
+    """The work of one rank in each round, for tensors of one size; made by `compile`."""
 
     rank: int
     numel: int
@@ -302,7 +302,7 @@ def _step(number: int, messages: list[Message], rank: int, shortest: int, before
 
 
 def _ready(sends: list[Message], before: tuple[Arrival, ...]) -> tuple[int, ...]:
-    """How many of the arrivals before it each send needs; one never leaves before an earlier one."""
+    """Return how many of the arrivals before it each send needs; one never leaves before an earlier one."""
     needs = (max((n for n, a in enumerate(before, 1) if a.message.meets(send)), default=0) for send in sends)
     return tuple(accumulate(needs, max))
 

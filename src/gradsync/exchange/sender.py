@@ -1,4 +1,4 @@
-"""How buckets travel under a plan: each by the rounds that its compressor needs, all in one order.
+"""The way of buckets under a plan: each by the rounds that its compressor needs, all in one order.
 
     bucket ─▶ FlatBucket ─▶ its route: as it is, or the rounds of its codec, perhaps across hosts only ─▶ Pipeline
                                                                                         audited now and then
@@ -44,7 +44,7 @@ def audited(
 
 
 class GradientExchange(NamedTuple):
-    """What gradients travel by."""
+    """The parts by which gradients travel."""
 
     lane: Lane
     exact: ExactSum
@@ -90,7 +90,7 @@ class Sender:
             self._leaders = Leaders(lane, parent, travel_device(device, on_host))
 
     def choose(self, param: Param) -> Choice:
-        """How this parameter's gradient is to travel; the same on every rank."""
+        """Return how this parameter's gradient is to travel; the same on every rank."""
         choice = EXACT if self._compress is None else self._compress.choose(param)
         return EXACT if choice.across and len(self._lane.hosts) == 1 else choice
 
@@ -207,7 +207,7 @@ class Sender:
     # Which way
 
     def _encodes(self, choice: Choice) -> bool:
-        """Whether this rank encodes anything: across hosts only one of each host does."""
+        """Return whether this rank encodes anything: across hosts only one of each host does."""
         return not choice.across or self._leaders.rank >= 0
 
     def _route(self, flat_bucket: FlatBucket) -> BucketRoute:
