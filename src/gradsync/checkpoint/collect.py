@@ -127,7 +127,7 @@ class StateCollector:
         self._steps.lane.session.continue_at(shared.step)
 
     def _changes(self, taken: SavedRunState, window_continues: bool) -> Iterator[str]:
-        """What else is not as it was."""
+        """Yield what else is not as it was."""
         shared, stored = taken.shared, {key.partition(".")[0] for key in taken.pace}
         if stored - {self._kind}:
             yield (
@@ -152,5 +152,5 @@ class StateCollector:
 
 
 def _own(taken: SavedRunState, rank: int) -> State:
-    """What the pace stored for this rank alone."""
+    """Return what the pace stored for this rank alone."""
     return taken.parts[rank].pace if rank in taken.parts else {}
