@@ -40,7 +40,7 @@ class DriftMonitor:
         self._diagnosis = Diagnosis(self._replica_digests, guard.drift, health_log)
 
     def announce(self) -> tuple[bytes, float]:
-        """What the header of this step says of the replica, and of its loss scale."""
+        """Return what the header of this step says of the replica, and of its loss scale."""
         if not self.is_on:
             return NO_REPLICA_DIGEST, 0.0
         if self._paused:
