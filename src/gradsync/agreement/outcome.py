@@ -58,7 +58,7 @@ class HealthLog:
         self._heard.append(hear)
 
     def raised(self, error: str) -> None:
-        """This rank's batch, which all are about to drop, raised that."""
+        """Note what this rank's batch, which all are about to drop, raised."""
         self._error = error
 
     def take_error(self) -> str:

@@ -95,7 +95,7 @@ class ControlTree:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """All ranks, in the order in which their rows arrive at the root."""
+        """The ranks, all of them, in the order in which their rows arrive at the root."""
         return self.below(self.root, len(self.levels))
 
     @cached_property

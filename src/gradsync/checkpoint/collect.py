@@ -53,7 +53,7 @@ class StateCollector:
     # Taking
 
     def state(self) -> State:
-        """This rank's state. A batch that raised is finished first, as by the others; not while it is handled."""
+        """Return this rank's state. A batch that raised is finished first, as by others; not while it is handled."""
         if sys.exception() is None and not self._steps.failed:
             self._steps.dropped_batches.drop_raised_before_saving()
         return flatten(self._saved())

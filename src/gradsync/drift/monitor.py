@@ -68,7 +68,7 @@ class DriftMonitor:
         self._replica_digests.replaced()
 
     def made_equal(self) -> None:
-        """All replicas are equal from now on: what was digested before says nothing any more."""
+        """Take all replicas as equal from now on: what was digested before says nothing any more."""
         self._replica_digests.forget()
 
     def hear(self, headers: Headers, lane: Lane) -> Callable[[], None]:

@@ -123,7 +123,7 @@ class Hooks:
                 self._hooked.add(entry.index)
 
     def listen_anew(self, entries: Iterable[GradEntry]) -> None:
-        """These entries have other parameters than when they were listened to."""
+        """Listen to these entries anew: they have other parameters than before."""
         entries = list(entries)
         self._hooked -= {entry.index for entry in entries}
         self.listen(entries)
@@ -263,7 +263,7 @@ def _silent_hooks() -> Hooks:
 
 
 def take_off(*lists: list[RemovableHandle]) -> None:
-    """These hooks are called no more."""
+    """Take off these hooks: they are called no more."""
     for handles in lists:
         while handles:
             handles.pop().remove()

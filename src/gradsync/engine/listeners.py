@@ -26,7 +26,7 @@ Hear = Callable[..., Any]  # what one listener does at a moment
 
 
 class Brought(NamedTuple):
-    """All buckets of a synchronization are back."""
+    """The buckets of a synchronization, all of them back."""
 
     step: int
     in_flight: list[Pending]  # in the order in which they left

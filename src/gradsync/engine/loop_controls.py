@@ -178,7 +178,7 @@ class LoopControls(ABC):
             tell(True)
 
     def activate(self, ranks: list[int]) -> None:
-        """These ranks have data left in this step; this one only keeps them company."""
+        """Note that these ranks have data left in this step; this one only keeps them company."""
         self.active = ranks
 
     def join_ends(self) -> None:

@@ -54,7 +54,7 @@ class Inventory(NamedTuple):
         return parameters + [_row("buffer", site.name, site.tensor) for site in self.buffers]
 
     def tensors(self) -> list[torch.Tensor]:
-        """All values a replica holds."""
+        """Return all values a replica holds."""
         return [entry.param.detach() for entry in self.entries] + [site.tensor for site in self.buffers]
 
 
@@ -194,7 +194,7 @@ def _refuse_parameter(name: str, param: torch.Tensor) -> None:
 
 
 def note_unhooked(entries: Iterable[GradEntry], attached: bool) -> None:
-    """These are attached without a hook, or no more; a second attach recognizes those that have one by it."""
+    """Note that these are attached without a hook, or no more; a second attach recognizes those that have one by it."""
     for entry in entries:
         _unhooked.pop(id(entry.param), None)
         if attached and entry.param.requires_grad:
@@ -303,7 +303,7 @@ class ModelChanges:
         self._note_modules(model)
 
     def _note_modules(self, model: torch.nn.Module) -> None:
-        """These are its modules now."""
+        """Note its modules of now."""
         modules = list(model.modules())
         self._children = [(table, key, child) for table in map(children_of, modules) for key, child in table.items()]
         self._counts: list[tuple[Sized, int]] = [
@@ -317,7 +317,7 @@ class ModelChanges:
             self._note_buffers({clean(name) for name, _ in model.named_buffers(remove_duplicate=False)})
 
     def _note_buffers(self, names: set[str]) -> None:
-        """These are its buffers now; what came later is each rank's own, which may be meant: said, and no error."""
+        """Note its buffers of now; what came later is each rank's own, which may be meant: said, and no error."""
         late = sorted(names - self._buffers) if self._buffers is not None else []
         self._buffers = names
         if late:

@@ -125,7 +125,7 @@ class Synchronization:
         self.micro.merge()
 
     def missed(self, count: int) -> None:
-        """This rank's loss touched no parameter: it counts as so many backwards."""
+        """Count so many backwards: this rank's loss touched no parameter."""
         if not self.backwards:
             self.micro.set_aside()
         self.backward_counts(count)

@@ -75,7 +75,7 @@ class Pipeline:
             self._lane_thread.take(LaneTask(run, "the exchange", 0, -1))
 
     def _give_up(self, error: Exception, newest: Promise | None) -> None:
-        """Neither what is under way nor what is to come arrives: the stream itself has failed, say."""
+        """Give up what is under way and what is to come, none of which arrives: the stream itself has failed, say."""
         first, self._broken = self._broken, self._broken or error
         waiting = [each.delivery for each in self._under_way] + ([] if newest is None else [newest])
         self._under_way = []
@@ -132,7 +132,7 @@ def _await(pending: Pending) -> None:
 
 
 def _between(rounds: PendingRounds, ready: torch.cuda.Event, done: torch.cuda.Event) -> PendingRounds:
-    """These rounds on the current stream, after one event and before another."""
+    """Do these rounds on the current stream, after one event and before another."""
     torch.cuda.current_stream().wait_event(ready)
     yield from rounds
     done.record()

@@ -103,7 +103,7 @@ class Program:
     def compile(
         cls, schedule: Schedule, rank: int, numel: int, itemsize: int, piece_nbytes: int = PIECE_NBYTES
     ) -> Program:
-        """This rank's part of a schedule, which may be only a part of an all-reduce.
+        """Return this rank's part of a schedule, which may be only a part of an all-reduce.
 
         Chunks that follow each other from one rank to another are one message. Messages are cut into pieces, none
         below `piece_nbytes` unless the whole message is. All ranks must compile with equal arguments, `rank` apart.
@@ -221,7 +221,7 @@ def _post(step: RoundPart, flat: torch.Tensor, scratch: torch.Tensor, channel: G
 
 
 def _run_on_stream(program: Program, flat: torch.Tensor, channel: NcclChannel) -> None:
-    """All of a round is one batch, and everything after it is after its sends too."""
+    """Run every round as one batch; everything after it is after its sends too."""
     scratch = flat.new_empty(program.scratch_numel)
     for step in program.steps:
         channel.batch(flat.device, partial(_issue, step, flat, scratch, channel))

@@ -161,7 +161,7 @@ def _choose(pairs, low, high, kept):
 
 @triton.jit
 def _first(words, above, kept):
-    """All of `above`, and of the others in `words` the first, as many as are missing."""
+    """Return all of `above`, and of the others in `words` the first, as many as are missing."""
     equal = words ^ above
     number = _count_bits(equal)
     missing = kept - tl.sum(_count_bits(above), 0) - (tl.cumsum(number, 0) - number)

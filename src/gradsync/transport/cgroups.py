@@ -51,7 +51,7 @@ def folders(controller: str, proc: Path = _PROC) -> list[tuple[int, Path]]:
 
 
 def _own_groups(controller: str, proc: Path) -> dict[int, PurePosixPath]:
-    """This process's group in the tree of each version."""
+    """Return this process's group in the tree of each version."""
     own = {}
     for line in _lines(proc / "cgroup"):
         _, controllers, path = (*line.split(":", 2), "", "")[:3]

@@ -51,7 +51,7 @@ class Sight(Protocol):
         """Return who of these ranks of its host is in view from here on, and whose process has ended."""
 
     def have_ended(self, ranks: Sequence[int]) -> list[int]:
-        """Those whose process is known to have ended though they did not come."""
+        """Return those whose process is known to have ended though they did not come."""
 
     def hear(self, ranks: Sequence[int]) -> None:
         """Listen to these, which are out of view, and be heard: from here on, by the store."""

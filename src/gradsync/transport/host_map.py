@@ -129,7 +129,7 @@ def said(ranks: Sequence[int]) -> bytes:
 
 
 def united(parts: Sequence[bytes], size: int) -> bytes:
-    """All numbers of several lists."""
+    """Return all numbers of several lists, as one list."""
     return said(sorted({number for part in parts for number in numbers(part, size)}))
 
 

@@ -67,7 +67,7 @@ _FAREWELL_S = 1.5  # for others to read why rank 0 gives up, before the store en
 
 
 class GroupMeeting:
-    """Whom we met, the remote states if anybody is out of view, and who shares a host; filled in while `hold` runs."""
+    """The ranks we met, the remote states if anybody is out of view, and who shares a host; filled in by `hold`."""
 
     def __init__(self, groups: Groups, page: OwnHeartbeat, own: Callable[[], RankState]) -> None:
         self.peers: dict[int, Peer] = {}  # by index in the group; replaced, never changed: another thread reads it

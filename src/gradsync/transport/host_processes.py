@@ -50,7 +50,7 @@ _known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[int, int]]]
 
 
 def remember(rank: int, pid: int) -> None:
-    """This is the process of that global rank of the default group: it was just seen alive."""
+    """Remember the process of that global rank of the default group: it was just seen alive."""
     world, process = dist.group.WORLD, look_at(pid)
     if world is not None and process is not None:
         _known.setdefault(world, {})[rank] = pid, process.begun

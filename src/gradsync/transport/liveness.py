@@ -217,7 +217,7 @@ class Liveness:
                 self._finish()
 
     def orphan(self, may_end: Callable[[], bool] | None = None, last_act: Callable[[], None] | None = None) -> None:
-        """Nobody will close this any more: the thread does, as soon as it may, and before that what else is to be done.
+        """Let the thread close this, as nobody else will: as soon as it may, and before that what else is to be done.
 
         Called by the garbage collector, perhaps in that thread and while it holds a lock: so nothing else is done here.
         """
@@ -296,7 +296,7 @@ class Liveness:
         return dict(sorted(views.items()))
 
     def _ranks_spoken_for(self) -> list[NotableRank]:
-        """This rank and those of its host for which it speaks, as they are just now."""
+        """Return this rank and those of its host for which it speaks, as they are just now."""
         found = [NotableRank(self._groups.rank, self.state)] if self._members else []
         for rank in self._members[1:]:
             peer = self._peers[rank]

@@ -62,7 +62,7 @@ def _notability(each: NotableRank) -> tuple[int, int, bool, int]:
 
 
 def most_notable(ranks: Iterable[NotableRank], most: int = MOST) -> list[NotableRank]:
-    """Those that a summary has room for, the most notable first.
+    """Return those that a summary has room for, the most notable first.
 
     >>> states = [RankState(0, step, Phase.BACKWARD, -1, ()) for step in [9, 8, 9]]
     >>> early, late, dead = (NotableRank(rank, state) for rank, state in enumerate(states))

@@ -147,7 +147,7 @@ class RemoteStates:
         self.mute_s = self.mute_s + elapsed_s if self._curious and not answered else 0.0
 
     def end_later(self) -> bool:
-        """Nobody reads the store any more: write the last word and end, without being waited for. Whether it has."""
+        """Write the last word and end, not waited for: nobody reads the store any more. Return whether it has."""
         self._stop = True
         self._wake.set()
         return not self._thread.is_alive()

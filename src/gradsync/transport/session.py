@@ -24,7 +24,7 @@ from gradsync.transport.liveness import Liveness
 
 @contextmanager
 def giving_up(give_up: Callable[[BaseException], object]) -> Iterator[None]:
-    """Whatever is raised inside is told to `give_up` first."""
+    """Tell `give_up` first of whatever is raised inside."""
     try:
         yield
     except BaseException as error:
@@ -82,7 +82,7 @@ class Session(Position):
         self.noticed = noticed
 
     def got_stuck(self, bucket: int) -> None:
-        """This rank gives up while it waits for that bucket, if for any."""
+        """Note that this rank gives up while it waits for that bucket, if for any."""
         self.stuck_bucket = bucket if bucket >= 0 else None
 
     def doom(self, error: GradSyncError) -> None:

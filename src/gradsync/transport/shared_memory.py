@@ -127,7 +127,7 @@ class Team:
         return Op(label, mine.data_ptr(), pointer, None, mine.numel(), scale, OpKind.SHED, code)
 
     def share_op(self, mine: torch.Tensor, parts: Pointers, label: bytes) -> Op:
-        """All get `mine`; `parts`: where what each brings goes. Bytes, of any dtype."""
+        """Return the operation that gives all `mine`; `parts`: where what each brings goes. Bytes, of any dtype."""
         pointer, code = ctypes.addressof(parts), CODES[torch.int8]
         return Op(label, mine.data_ptr(), pointer, None, mine.nbytes, 1.0, OpKind.SHARE, code)
 

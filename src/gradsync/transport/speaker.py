@@ -83,11 +83,11 @@ class _Neighbour:
     since_sent_s: float = PERIOD_S
 
     def revive(self) -> None:
-        """It gave a sign of life."""
+        """Note that it gave a sign of life."""
         self.unseen_s = self.silent_s = self.unproved_s = self.stall_s = 0.0
 
     def count(self, elapsed_s: float, passes: bool, lapse_s: float) -> None:
-        """Its silence goes on; see [A stall is not a death]."""
+        """Count its silence on; see [A stall is not a death]."""
         self.unseen_s += elapsed_s
         self.unproved_s += elapsed_s
         if not passes:

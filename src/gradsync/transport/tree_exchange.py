@@ -74,7 +74,7 @@ class TreeMessage(Promise):
         self.rows = torch.empty(0, nbytes, dtype=torch.uint8, device="cpu")
 
     def came(self, rows: torch.Tensor) -> None:
-        """This came of it."""
+        """Take the rows that came of it."""
         self.rows = rows
         self.finish()
 
@@ -196,7 +196,7 @@ class TreeExchange:
             self._go_on()
 
     def _fail(self, error: Exception) -> None:
-        """Nothing goes on after an error: ranks no longer know where the others are."""
+        """End all messages by this error, as nothing goes on after it: ranks no longer know where the others are."""
         self._error = error
         while self._queue:
             message, walk = self._queue.popleft()
@@ -262,7 +262,7 @@ class BoardedMessage(Pending):
         return True
 
     def _hear(self, merged: torch.Tensor) -> None:
-        """This came of all; ranks alone on their host have asked for more by now, and nothing of ours comes between."""
+        """Take what came of all; ranks alone on a host asked for more by now, and nothing of ours comes between."""
         if self._ask is not None and self._ask(merged):
             self._asked = self._tree_exchange.gather(self._row, self.what)
         else:

@@ -68,7 +68,7 @@ class BoundedWait(ABC, Generic[Awaited]):
         liveness.watch(False)
 
     def blamed(self, views: PeerViews, suspects: list[int]) -> list[int]:
-        """Whom the suspects hold responsible, or else themselves."""
+        """Return whom the suspects hold responsible, or else themselves."""
         guilty, excused = blame(views, suspects, self.step, self._session.groups.size)
         return guilty or excused
 
