@@ -1,4 +1,4 @@
-"""The outcome of a step: every rank reads the same headers, and comes to the same.
+"""The outcome of a step: every rank reads the same headers and concludes the same.
 
 What was found wrong so far: counted for `stats()`, told to whoever listens, and after too many skips reported.
 
@@ -106,7 +106,7 @@ _RAISED = {Flag.FORWARD: "forward raised", Flag.LOADER: "the loader raised"}
 
 
 class Outcome(enum.Enum):
-    """The fate of the step, the same on every rank."""
+    """The conclusion that all ranks draw for the step."""
 
     COUNTS = enum.auto()
     DROPPED = enum.auto()

@@ -27,7 +27,7 @@ _EXACT_RECIPE_END = '"compress": {"kind": "exact"}}'  # how the recipe of a plan
 
 
 class StateSummary(NamedTuple):
-    """The word of a rank on the state it brings; plain data."""
+    """A summary of the state that a rank brings; plain data."""
 
     refusal: str | None  # why it cannot take it
     digest: str | None  # of what must be equal on all ranks; None: it brings nothing

@@ -171,7 +171,7 @@ class Engine(NamedTuple):
 
 @dataclass(frozen=True)
 class Builder:
-    """The part that stays the same when the plan changes."""
+    """A builder of engines, with what stays the same when the plan changes."""
 
     parent: dist.ProcessGroup
     optimizers: Sequence[Optimizer]

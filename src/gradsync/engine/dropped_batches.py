@@ -220,7 +220,7 @@ class DroppedBatches:
             self._raised = deque(each for each in self._raised if each.flag is not Flag.FORWARD)
 
     def begins_retry(self) -> bool:
-        """Return whether the backward that begins comes to nothing: [A backward tried again] in `retried_batches`."""
+        """Begin a backward tried again, which comes to nothing; return whether it is one: see `retried_batches`."""
         if not self.retries.under_way:
             return False
         entries = self._steps.synchronization.entries

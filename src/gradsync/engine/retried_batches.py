@@ -1,4 +1,4 @@
-"""The question whether a batch that raised on this rank is tried again, or another one comes.
+"""A test of whether a batch that raised on this rank is tried again, or another one comes.
 
 Note [Tried again]
     A forward that raised and is called again with the same input, a part of it, or from the `except` block of that very

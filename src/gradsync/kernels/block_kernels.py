@@ -68,7 +68,7 @@ class Method(IntEnum):
 
 
 class Mode(IntEnum):
-    """The fate of what a code loses; see [Residuals]."""
+    """The way to treat what a code loses; see [Residuals]."""
 
     NONE = 0
     FEEDBACK = 1

@@ -1,4 +1,4 @@
-"""The verdict on who is to blame, as pure functions of what was seen.
+"""A judgement of who is to blame, as pure functions of what was seen.
 
 Blame goes to who is dead, silent or late, never to who reported. A rank that gives up writes whom it holds
 responsible, and the others take that over instead of blaming it when it exits:

@@ -68,7 +68,7 @@ class Attempt(Promise, Generic[T]):
         self._thread.start()
 
     def end_by(self, break_off: Callable[[], None]) -> None:
-        """Give what else ends a wait in C."""
+        """Set what else ends a wait in C."""
         self._break_off = break_off
 
     def check(self) -> None:

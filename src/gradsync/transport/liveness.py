@@ -1,4 +1,4 @@
-"""The watch over who is alive and who is silent; apart from the data, so it works when data is stuck.
+"""A record of who is alive and who is silent; apart from the data, so it works when data is stuck.
 
 Every rank beats four times a second from a thread of its own, which needs the interpreter: a rank that is
 stopped falls silent, and so does one whose interpreter is held. Peers on the same host are seen through their page and

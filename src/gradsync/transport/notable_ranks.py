@@ -1,4 +1,4 @@
-"""A host's word on many ranks in few bytes: the most notable ones as they are, and how many ranks it speaks of.
+"""A host's summary of many ranks in few bytes: the most notable ones as they are, and how many it speaks of.
 
     first    who died or fell silent
     then     who gave up because of others, who failed, who left
@@ -44,7 +44,7 @@ class NotableRank(NamedTuple):
 
 
 class HostSummary(NamedTuple):
-    """The word of a host on the ranks it speaks for; the first one is the speaker itself."""
+    """A host's summary of the ranks it speaks for; the first one is the speaker itself."""
 
     notable: tuple[NotableRank, ...]
     num_ranks: int

@@ -1,4 +1,4 @@
-"""The word on ranks of other hosts: the first rank of a host hears it by its links, the rest of it from that one.
+"""The news of ranks of other hosts: the first rank of a host hears it by its links, the rest of it from that one.
 
 host 0   0 ◄─links─► host 1's first rank …
          └── page ──► 1, 2, 3          whether the first one lives its pidfd tells
@@ -36,7 +36,7 @@ class OtherHosts(Protocol):
 
 
 class HeardByLinks:
-    """The word that the first rank of a host hears; its thread that beats takes the turns."""
+    """The news that the first rank of a host hears; its thread that beats takes the turns."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class HeardByLinks:
 
 
 class HeardFromSpeaker:
-    """The word that the other ranks of a host get from the first one."""
+    """The news that the other ranks of a host get from the first one."""
 
     def __init__(self, read_note: Callable[[], tuple[int, bytes]], size: int) -> None:
         """`read_note` is what the first rank of this host leaves on its page."""
