@@ -1,4 +1,4 @@
-"""What ranks must have in common before they synchronize a model, and the sentence if they have not.
+"""A comparison of what ranks must have in common to synchronize a model, and the sentence if they have not.
 
 The order of the buckets: ranks that launch different ones find out before a sum is used, and all say the same.
 

@@ -1,4 +1,4 @@
-"""What ranks meet for: everything that all do together after attach begins with a header that says what it is.
+"""The operations for which ranks meet: what all do together after attach begins with a header that says what it is.
 
 Gloo aborts the process when sizes differ, and a rank may call `detach()` while another is in backward: so ranks that
 are in different calls find out, and raise the same sentence.
@@ -14,7 +14,7 @@ from gradsync.transport.lane import Lane
 
 
 class Call(enum.IntEnum):
-    """What ranks can meet for."""
+    """An operation for which ranks can meet."""
 
     SYNCHRONIZE = 0
     VOTE = 1

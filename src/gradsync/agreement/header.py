@@ -38,7 +38,7 @@ NO_DIGEST = NO_REPLICA_DIGEST = bytes(8)
 
 
 class Mark:
-    """What a rank says of one parameter: bits of a byte. Plain numbers, since every gradient sets one."""
+    """The bits of a byte in which a rank describes one parameter. Plain numbers, since every gradient sets one."""
 
     USED = 1  # its gradient changed since the last synchronization
     TRAINABLE = 2
@@ -65,7 +65,7 @@ _INVERTED = bytes(255 - byte for byte in range(256))
 
 
 class Flag(enum.IntFlag):
-    """What a rank says of its whole step."""
+    """The bits in which a rank describes its whole step."""
 
     NONE = 0
     ABORTED = 1  # its backward raised: nobody may use this step
@@ -76,7 +76,7 @@ class Flag(enum.IntFlag):
 
 
 class Note(enum.IntFlag):
-    """What follows from a head, and stays visible when headers are merged."""
+    """The bits that follow from a head, and stay visible when headers are merged."""
 
     NONE = 0
     NONFINITE = 1  # its gradients have a NaN or Inf
@@ -142,7 +142,7 @@ class Headers:
 
     @property
     def whole(self) -> bool:
-        """Whether every rank's own header is here."""
+        """True if every rank's own header is here."""
         return len(self._rows) == self.size
 
     @cached_property
@@ -168,22 +168,22 @@ class Headers:
     # What is the same everywhere; each of these is told by the merged headers alone
 
     def differ_in(self, bits: int) -> bool:
-        """Whether ranks differ in any of these fields."""
+        """Return whether ranks differ in any of these fields."""
         return bool(self._differ & bits)
 
     @property
     def same_place(self) -> bool:
-        """Whether all that take part are in the same synchronization, and with the same parameters trainable."""
+        """True if all that take part are in the same synchronization, and with the same parameters trainable."""
         return not self._differ_taking_part & _TAKING_PART and 1 not in self.marks.translate(_TORN)
 
     @property
     def replicas_differ(self) -> bool:
-        """Whether what ranks say of their replicas differs; no if one says nothing."""
+        """True if what ranks say of their replicas differs; False if one says nothing."""
         return not self.notes & Note.NO_REPLICA and self.differ_in(_REPLICA)
 
     @property
     def scales_differ(self) -> bool:
-        """Whether their loss scales differ; no if one says nothing."""
+        """True if the ranks' loss scales differ; False if one says nothing."""
         return not self.notes & Note.NO_SCALE and self.differ_in(_SCALE)
 
     @property
@@ -194,7 +194,7 @@ class Headers:
         return Head(*_HEAD.unpack_from(self._said, _HEADS_AT)).digest
 
     def needs_names(self, alike: int) -> bool:
-        """Whether it matters who said what; all ranks find the same. `alike`: more fields that must not differ."""
+        """Return whether it matters who said what; the same on all ranks. `alike`: more fields that must not differ."""
         return bool(
             self.flags & Flag.ABORTED
             or self.notes & Note.NONFINITE
@@ -206,7 +206,7 @@ class Headers:
 
 
 def header_nbytes(num_parameters: int) -> int:
-    """How long a header is."""
+    """Return the length of a header, in bytes."""
     return _MARKS_AT + num_parameters
 
 

@@ -1,4 +1,4 @@
-"""Whether a step counts: every rank reads the same headers and comes to the same outcome.
+"""The outcome of a step: every rank reads the same headers and concludes the same.
 
 What was found wrong so far: counted for `stats()`, told to whoever listens, and after too many skips reported.
 
@@ -33,7 +33,7 @@ class Found(NamedTuple):
 
 
 class HealthLog:
-    """What was found wrong since attach, whatever plans there were."""
+    """A log of what was found wrong since attach, whatever plans there were."""
 
     def __init__(self, max_skips: int) -> None:
         self._heard: list[Callable[[Health], None]] = []
@@ -58,11 +58,11 @@ class HealthLog:
         self._heard.append(hear)
 
     def raised(self, error: str) -> None:
-        """This rank's batch, which all are about to drop, raised that."""
+        """Note what this rank's batch, which all are about to drop, raised."""
         self._error = error
 
     def take_error(self) -> str:
-        """What this rank's dropped batch raised, told once."""
+        """Return what this rank's dropped batch raised, told once."""
         error, self._error = self._error, ""
         return error
 
@@ -106,7 +106,7 @@ _RAISED = {Flag.FORWARD: "forward raised", Flag.LOADER: "the loader raised"}
 
 
 class Outcome(enum.Enum):
-    """What every rank does with the step."""
+    """The conclusion that all ranks draw for the step."""
 
     COUNTS = enum.auto()
     DROPPED = enum.auto()
@@ -164,12 +164,12 @@ def _tell_aborted(lane: Lane, flags: dict[int, Flag], health_log: HealthLog) -> 
 
 
 def _in_brackets(error: str) -> str:
-    """What this rank's exception says, if it was this one's."""
+    """Return what this rank's exception says, if it was this one's."""
     return f" ({error})" if error else ""
 
 
 def spoiled(lane: Lane, guard: Guard, found: Found, health_log: HealthLog) -> tuple[Outcome, str]:
-    """What a NaN or Inf comes to, where the guard allows none; and what an exception has to say."""
+    """Return what a NaN or Inf comes to, where the guard allows none; and what an exception has to say."""
     health_log.tell(lane.step, "nonfinite", found.text, found.ranks, found.parameter, found.num_elements)
     if guard.nonfinite == "raise":
         return Outcome.RAISES, found.text

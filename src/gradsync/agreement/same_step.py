@@ -1,4 +1,4 @@
-"""Whether all ranks are in the same synchronization, and the sentence if they are not."""
+"""The check that all ranks are in the same synchronization, and the sentence if they are not."""
 
 from __future__ import annotations
 

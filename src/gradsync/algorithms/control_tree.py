@@ -95,27 +95,27 @@ class ControlTree:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """All ranks, in the order in which their rows arrive at the root."""
+        """The ranks, all of them, in the order in which their rows arrive at the root."""
         return self.below(self.root, len(self.levels))
 
     @cached_property
     def in_order(self) -> bool:
-        """Whether that is their own order: each host has ranks in a row."""
+        """True if rows arrive at the root in the order of ranks: each host has ranks in a row."""
         return self.order == tuple(range(len(self.order)))
 
     @cached_property
     def is_small(self) -> bool:
-        """Whether ranks are so few that each may as well hear each: one message then comes sooner than two."""
+        """True if ranks are so few that each may as well hear each: one message then comes sooner than two."""
         return sum(map(len, self.hosts)) <= MOST_GATHERED and self.depth == 1
 
     @property
     def depth(self) -> int:
-        """How many subgroups lie one above the other."""
+        """The number of subgroups that lie one above the other."""
         return sum(1 for subgroups in self.levels if subgroups)
 
 
 def subgroup_sizes(num_hosts: int) -> list[int]:
-    """How many members the largest subgroup has, level by level, where so many hosts agree.
+    """Return how many members the largest subgroup has, level by level, where so many hosts agree.
 
     >>> subgroup_sizes(1), subgroup_sizes(12), subgroup_sizes(2048)
     ([], [12], [16, 16, 8])

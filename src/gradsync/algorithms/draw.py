@@ -31,7 +31,7 @@ text { font: 12px sans-serif; fill: #333; text-anchor: middle }
 
 
 class _Message(NamedTuple):
-    """What one rank sends another in one round, to be added or to be kept."""
+    """A message from one rank to another in one round, to be added or to be kept."""
 
     src: int
     dst: int
@@ -86,7 +86,7 @@ def _svg(schedule: Schedule) -> str:
 
 
 class _Grid(NamedTuple):
-    """How wide a round and how high a rank must be, so that no label covers another."""
+    """The width of a round and the height of a rank, so that no label covers another."""
 
     column: int
     row: int

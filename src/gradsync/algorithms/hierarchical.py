@@ -43,7 +43,7 @@ class Levels(NamedTuple):
         return Schedule(self.world_size, self.num_chunks, self.scatter + self.across + self.gather)
 
     def across_schedule(self) -> Schedule:
-        """Only what travels between hosts, for where the ranks of a host have a faster way among themselves."""
+        """Return only what travels between hosts, for where the ranks of a host have a faster way among themselves."""
         return Schedule(self.world_size, self.num_chunks, self.across)
 
 

@@ -1,4 +1,4 @@
-"""What a schedule costs on given links, in seconds, and which algorithm is the cheapest for how many bytes."""
+"""The price of a schedule on given links, in seconds, and the cheapest algorithm for each number of bytes."""
 
 from __future__ import annotations
 

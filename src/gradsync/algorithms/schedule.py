@@ -31,7 +31,7 @@ Round = tuple[Transfer, ...]
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Who sends what to whom, and when. Well-formed by construction; `check` proves that it adds up.
+    """The transfers: who sends what to whom, and when. Well-formed by construction; `check` proves that it adds up.
 
     >>> Schedule(2, 1, ((Transfer(1, 0, 0, add=True),), (Transfer(0, 1, 0, add=False),))).num_transfers
     2
@@ -69,7 +69,7 @@ class Schedule:
         return sum(len(transfers) for transfers in self.rounds)
 
     def share_sent_by(self, rank: int) -> float:
-        """How many times the data one rank sends in all.
+        """Return how many times the data one rank sends in all.
 
         >>> Schedule(2, 2, ((Transfer(0, 1, 0, add=True), Transfer(0, 1, 1, add=True)),)).share_sent_by(0)
         1.0
@@ -79,7 +79,7 @@ class Schedule:
 
 @runtime_checkable
 class Recipe(Protocol):
-    """What makes a schedule for any ranks; frozen data, so that plans compare across ranks."""
+    """A recipe that makes a schedule for any ranks; frozen data, so that plans compare across ranks."""
 
     def schedule(self, hosts: int | Sequence[Sequence[int]]) -> Schedule:
         """The rounds for these hosts, or for this number of ranks on one host."""

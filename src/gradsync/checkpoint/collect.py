@@ -53,7 +53,7 @@ class StateCollector:
     # Taking
 
     def state(self) -> State:
-        """This rank's state. A batch that raised is finished first, as by the others; not while it is handled."""
+        """Return this rank's state. A batch that raised is finished first, as by others; not while it is handled."""
         if sys.exception() is None and not self._steps.failed:
             self._steps.dropped_batches.drop_raised_before_saving()
         return flatten(self._saved())
@@ -127,7 +127,7 @@ class StateCollector:
         self._steps.lane.session.continue_at(shared.step)
 
     def _changes(self, taken: SavedRunState, window_continues: bool) -> Iterator[str]:
-        """What else is not as it was."""
+        """Yield what else is not as it was."""
         shared, stored = taken.shared, {key.partition(".")[0] for key in taken.pace}
         if stored - {self._kind}:
             yield (
@@ -152,5 +152,5 @@ class StateCollector:
 
 
 def _own(taken: SavedRunState, rank: int) -> State:
-    """What the pace stored for this rank alone."""
+    """Return what the pace stored for this rank alone."""
     return taken.parts[rank].pace if rank in taken.parts else {}

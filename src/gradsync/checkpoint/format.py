@@ -51,7 +51,7 @@ class Arrangement(NamedTuple):
 
 
 class SharedState(NamedTuple):
-    """What is equal on all ranks."""
+    """The state that is equal on all ranks."""
 
     step: int
     world_size: int
@@ -74,7 +74,7 @@ def shorten(recipe: str) -> str:
 
 
 class OwnState(NamedTuple):
-    """What one rank alone has."""
+    """The state that one rank alone has."""
 
     residuals: State
     hidden: State
@@ -85,7 +85,7 @@ class OwnState(NamedTuple):
 
     @property
     def torn(self) -> bool:
-        """Whether a saver has left out the gradients of an open window."""
+        """True if a saver has left out the gradients of an open window."""
         return len(self.hidden) != self.num_hidden
 
 
@@ -113,7 +113,7 @@ def flatten(saved: SavedRunState) -> State:
 
 
 def flatten_shared(saved: SavedRunState) -> State:
-    """What is equal on all ranks."""
+    """Return what is equal on all ranks, as a flat dict."""
     shared = saved.shared
     order, held, learned = shared.arrangement
     return {
@@ -132,7 +132,7 @@ def flatten_shared(saved: SavedRunState) -> State:
 
 
 def flatten_part(rank: int, part: OwnState, step: int) -> State:
-    """What this rank alone has."""
+    """Return what this rank alone has, as a flat dict."""
     state = {
         "step": torch.tensor(step, device="cpu"),
         "num_hidden": torch.tensor(part.num_hidden, device="cpu"),
@@ -152,7 +152,7 @@ def flatten_part(rank: int, part: OwnState, step: int) -> State:
 
 
 def read(state: Mapping[str, torch.Tensor], shapes: Shapes) -> SavedRunState | None:
-    """What a flat dict says, for a model of these parameters; None if it says nothing. Other keys are let be."""
+    """Return what a flat dict says, for a model of these parameters; None if it says nothing. Other keys are let be."""
     if not state:
         return None
     found = state.get("gradsync.format", state.get("format"))
@@ -201,7 +201,7 @@ def _read_shared(state: Mapping[str, torch.Tensor]) -> SharedState:
 
 
 def read_parts(state: Mapping[str, torch.Tensor], shapes: Shapes) -> dict[int, OwnState]:
-    """What each rank alone has, of those in this dict."""
+    """Return what each rank alone has, of those in this dict."""
     found: dict[int, dict[str, State]] = {}
     for key, tensor in state.items():
         if match := _OWN.fullmatch(key):

@@ -27,7 +27,7 @@ _EXACT_RECIPE_END = '"compress": {"kind": "exact"}}'  # how the recipe of a plan
 
 
 class StateSummary(NamedTuple):
-    """What a rank says of the state it brings; plain data."""
+    """A summary of the state that a rank brings; plain data."""
 
     refusal: str | None  # why it cannot take it
     digest: str | None  # of what must be equal on all ranks; None: it brings nothing
@@ -70,7 +70,7 @@ def receive(
     keeps: int,
     failing: Callable[[], AbstractContextManager[None]],
 ) -> tuple[SavedRunState, Redistribution]:
-    """What this rank continues from, of all that the ranks bring; every rank calls this at once.
+    """Return what this rank continues from, of all that the ranks bring; every rank calls this at once.
 
     `keeps` is how many residuals this rank keeps in this run; `failing` stands around what no rank can go on from.
     """
@@ -88,7 +88,7 @@ def receive(
 
 
 def changes(taken: SavedRunState, redistribution: Redistribution, recipe: str) -> Iterator[str]:
-    """What is not as it was when the state was saved, for people; `recipe` is the one of this run."""
+    """Yield what is not as it was when the state was saved, for people; `recipe` is the one of this run."""
     shared = taken.shared
     if redistribution.lost and (redistribution.any_kept or not shared.recipe.endswith(_EXACT_RECIPE_END)):
         yield (
@@ -165,7 +165,7 @@ def collect_states(
     summaries: Sequence[StateSummary],
     shapes: Shapes,
 ) -> SavedRunState:
-    """What this rank goes on with, and no other; every rank calls this at once."""
+    """Return what this rank goes on with, and no other; every rank calls this at once."""
     rank, parts = lane.groups.rank, {}
     for old, source, owner in moves:
         if rank == source:

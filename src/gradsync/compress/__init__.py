@@ -1,4 +1,4 @@
-"""What travels: recipes that turn gradients into few bytes, as data; without communication.
+"""The compressors: recipes that turn gradients into few bytes, as data; without communication.
 
 A recipe (`integers.int8()`, `wrappers.warmup(c, steps)`, …) decides for each parameter, as one `recipe.Choice`. What
 a codec is, is in one file: its arguments, what it keeps, what it computes, and its rounds (`rounds`), which the

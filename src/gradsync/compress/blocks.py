@@ -48,7 +48,7 @@ Ints = npt.NDArray[np.int64]
 
 
 def two_phases_pay(size: int, in_memory: bool) -> bool:
-    """Whether two phases send fewer bytes than everybody's payload to everybody: 2 · (n − 1) / n < n − 1."""
+    """Return whether two phases send fewer bytes than everybody's payload to everybody: 2 · (n − 1) / n < n − 1."""
     return size > 2 and not in_memory
 
 
@@ -59,7 +59,7 @@ class BlockCodec(Codec, ABC):
 
     @abstractmethod
     def code(self) -> Code:
-        """What the kernels are told."""
+        """Return what the kernels are told."""
 
     @abstractmethod
     def head_nbytes(self, length: int) -> int:
@@ -70,11 +70,11 @@ class BlockCodec(Codec, ABC):
         """The bytes of a block's body, a multiple of 16."""
 
     def kept(self, length: int) -> int:
-        """How many elements of a block are sent by index; 0: all of them, without."""
+        """Return how many elements of a block are sent by index; 0: all of them, without."""
         return 0
 
     def key(self, step: int, salt: int = 0) -> int:
-        """What rounding at random draws from; see `key_of`."""
+        """Return what rounding at random draws from; see `key_of`."""
         return 0
 
     def nbytes(self, param: Param) -> int:
@@ -201,7 +201,7 @@ def blocks_of(codec: BlockCodec, spans: Sequence[Span]) -> Blocks:
 
 
 def owners(blocks: Blocks, num_parts: int) -> Ints:
-    """Who sums up each block: a parameter's blocks in runs as equal as possible, the longer ones first."""
+    """Return who sums up each block: a parameter's blocks in runs as equal as possible, the longer ones first."""
     size, num_longer = np.divmod(blocks.num_blocks, num_parts)
     in_longer = num_longer * (size + 1)
     run = np.where(

@@ -12,7 +12,7 @@ from gradsync.compress.recipe import EXACT, Choice, Compressor, check_compressor
 
 @dataclass(frozen=True)
 class Rule:
-    """What `rule()` makes: which parameters it is for, and how they are compressed."""
+    """The rule that `rule()` makes: which parameters it is for, and how they are compressed."""
 
     pattern: str
     compress: Compressor | None
@@ -42,7 +42,7 @@ class Rule:
         )
 
     def covers(self, other: Rule) -> bool:
-        """Whether nothing that `other` matches gets past this rule, as far as patterns can tell."""
+        """Return whether nothing that `other` matches gets past this rule, as far as patterns can tell."""
         return (
             self.pattern in ("*", other.pattern)
             and self.min_numel <= other.min_numel
@@ -52,7 +52,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class ByParameter:
-    """What `by_parameter()` makes: the rules in their order, and the default."""
+    """The recipe that `by_parameter()` makes: the rules in their order, and the default."""
 
     rules: tuple[Rule, ...]
     default: Compressor | None = None

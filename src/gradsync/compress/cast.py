@@ -51,7 +51,7 @@ def _encode(bucket: CodedBucket, payload: Payload) -> None:
 
 @dataclass(frozen=True)
 class Fp16(Cast):
-    """What `fp16()` makes: a cast to torch.float16."""
+    """The codec that `fp16()` makes: a cast to torch.float16."""
 
     name: ClassVar[str] = "fp16"
     dtype: ClassVar[torch.dtype] = torch.float16
@@ -59,7 +59,7 @@ class Fp16(Cast):
 
 @dataclass(frozen=True)
 class Bf16(Cast):
-    """What `bf16()` makes: a cast to torch.bfloat16."""
+    """The codec that `bf16()` makes: a cast to torch.bfloat16."""
 
     name: ClassVar[str] = "bf16"
     dtype: ClassVar[torch.dtype] = torch.bfloat16

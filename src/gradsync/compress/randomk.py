@@ -55,11 +55,11 @@ class RandomK(Codec):
         return self.count(param.numel) * payload_dtype(param.dtype).itemsize
 
     def count(self, numel: int) -> int:
-        """How many elements of a parameter travel."""
+        """Return how many elements of a parameter travel."""
         return share(self.density, numel)
 
     def strata(self, spans: Sequence[Span], device: torch.device | str = "cpu") -> Strata:
-        """What `Strata.indices` needs, once per bucket.
+        """Return what `Strata.indices` needs, once per bucket.
 
         >>> strata = RandomK(0.5).strata([Span("weight", 0, 5)])
         >>> strata.begin.tolist(), strata.length.tolist()
@@ -129,5 +129,5 @@ def randomk(density: float, seed: int = 0, feedback: bool = True) -> Compressor:
 
 
 def payload_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What the sent elements are: fp32, or as they were if narrower."""
+    """Return the dtype of the sent elements: fp32, or as they were if narrower."""
     return dtype if dtype.itemsize < torch.float32.itemsize else torch.float32

@@ -1,4 +1,4 @@
-"""What a compressor decides for one parameter. Every composition of recipes comes down to one `Choice`.
+"""The choice of a compressor for one parameter. Every composition of recipes comes down to one `Choice`.
 
     gs.warmup(gs.across_hosts(gs.int8()), 100).choose(param)
         → Choice(codec=Int8(...), feedback=True, exact_steps=100, across=True)
@@ -33,7 +33,7 @@ class MemoryTraffic(NamedTuple):
 
 
 class Codec(ABC):
-    """How a bucket's gradients travel: what becomes of them before, between and after its rounds. Frozen data.
+    """The way a bucket's gradients travel: what becomes of them before, between and after its rounds. Frozen data.
 
     Each codec has a file of its own beside this one, with all that anybody needs to know of it.
     """
@@ -52,16 +52,16 @@ class Codec(ABC):
 
     @abstractmethod
     def rounds(self, bucket: CodedBucket) -> Rounds:
-        """What is computed and sent, in this order; at its end the bucket holds the sum over the ranks."""
+        """Yield what is computed and sent, in this order; at its end the bucket holds the sum over the ranks."""
 
     def start(self, param: Param) -> torch.Tensor | None:
-        """What is kept for this parameter beside its residual, before the first step; equal on all ranks."""
+        """Return what is kept for this parameter beside its residual, before the first step; equal on all ranks."""
         return None
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How one parameter's gradient travels."""
+    """The way one parameter's gradient travels."""
 
     codec: Codec | None = None  # None: as it is
     feedback: bool = False  # what compression loses is kept and added to the next gradient
@@ -141,7 +141,7 @@ def check_compressor(what: str, value: object) -> None:
 
 
 def hint_for(value: object) -> str:
-    """What was meant by who passed a compressor where a plan goes; "" if this is none."""
+    """Return what was meant by who passed a compressor where a plan goes; "" if this is none."""
     return " (did you mean gs.Plan(compress=...)?)" if isinstance(value, Compressor) else ""
 
 

@@ -1,4 +1,4 @@
-"""How a compressor travels, as data: what it computes, and between that its rounds. Each compressor says it once.
+"""The rounds of a compressor, as data: what it computes, and what it sends in between. Each compressor says it once.
 
     rounds(bucket)    Compute ──── Sum ──── Compute ──── Sum ──── Compute      (PowerSGD: P, then Q)
     the pipeline      runs         launches runs         launches runs         `exchange.bucket_route`, in every step
@@ -36,7 +36,7 @@ class Payload:
 
 
 class Compute(NamedTuple):
-    """What a rank does by itself, told the step; and how much that is, as multiples of what a probe measures."""
+    """A computation that a rank does alone, told the step; and how long, in multiples of what a probe measures."""
 
     run: Callable[[int], object]
     encode: float = 0.0  # of encoding the whole bucket,
@@ -113,7 +113,7 @@ class CodedBucket(ABC):
 
     @abstractmethod
     def prepare(self, make: Callable[[], T]) -> T:
-        """What `make` makes, once and for all steps."""
+        """Return what `make` makes, once and for all steps."""
 
 
 class BucketForm(CodedBucket):

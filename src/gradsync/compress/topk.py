@@ -61,7 +61,7 @@ def topk(density: float, block: int = 1024, feedback: bool = True) -> Compressor
 
 @lru_cache(maxsize=4096)  # a planner asks many times
 def share(density: float, length: int) -> int:
-    """How many of `length` elements a density stands for, rounded up.
+    """Return how many of `length` elements a density stands for, rounded up.
 
     >>> share(0.07, 100), share(0.001, 10), share(0.5, 0)
     (7, 1, 0)

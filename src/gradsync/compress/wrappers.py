@@ -15,7 +15,7 @@ from gradsync.compress.recipe import Choice, Compressor, check_inner, check_whol
 
 @dataclass(frozen=True)
 class ErrorFeedback:
-    """What `error_feedback()` makes: `inner`, with what it loses kept for the next gradient."""
+    """The recipe that `error_feedback()` makes: `inner`, with what it loses kept for the next gradient."""
 
     inner: Compressor
 
@@ -43,7 +43,7 @@ def error_feedback(inner: Compressor) -> ErrorFeedback:
 
 
 def with_feedback(name: str, codec: Compressor, feedback: bool) -> Compressor:
-    """What a factory that takes `feedback` returns."""
+    """Return what a factory that takes `feedback` returns."""
     if not isinstance(feedback, bool):
         raise TypeError(f"{name}: feedback must be True or False, got {feedback!r}")
     return error_feedback(codec) if feedback else codec
@@ -51,7 +51,7 @@ def with_feedback(name: str, codec: Compressor, feedback: bool) -> Compressor:
 
 @dataclass(frozen=True)
 class Warmup:
-    """What `warmup()` makes: `inner`, after so many exact steps."""
+    """The recipe that `warmup()` makes: `inner`, after so many exact steps."""
 
     inner: Compressor
     steps: int
@@ -77,7 +77,7 @@ def warmup(inner: Compressor, steps: int) -> Warmup:
 
 @dataclass(frozen=True)
 class AcrossHosts:
-    """What `across_hosts()` makes: `inner`, between hosts only."""
+    """The recipe that `across_hosts()` makes: `inner`, between hosts only."""
 
     inner: Compressor
 

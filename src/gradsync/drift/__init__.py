@@ -1,1 +1,1 @@
-"""Whether the replicas are still alike, and what is done when they are not."""
+"""The comparison of replicas, and what is done when they are no longer alike."""

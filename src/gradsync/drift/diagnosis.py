@@ -32,7 +32,7 @@ _WHAT = "the comparison of the replicas"
 
 
 class ReplicaValue(NamedTuple):
-    """What a rank holds under a name."""
+    """The value that a rank holds under a name."""
 
     name: str
     number: int  # of the optimizer; -1: of none
@@ -52,12 +52,12 @@ class Difference(NamedTuple):
 
     @property
     def pattern(self) -> tuple[str, tuple[tuple[int, ...], ...]]:
-        """What makes it the same difference again."""
+        """The part of a difference that makes it the same one again."""
         return self.name, self.groups
 
     @property
     def has_majority(self) -> bool:
-        """Whether anybody can say who is right: one group is larger than any other."""
+        """True if anybody can say who is right: one group is larger than any other."""
         return len(self.groups[0]) > len(self.groups[1])
 
     @property
@@ -67,12 +67,12 @@ class Difference(NamedTuple):
 
     @property
     def is_structural(self) -> bool:
-        """Whether more than the elements of a tensor differ: a value, a shape, or it is missing."""
+        """True if more than the elements of a tensor differ: a value, a shape, or it is missing."""
         return len(set(self.forms)) > 1
 
 
 def compare(lane: Lane, mine: Sequence[ReplicaValue]) -> list[Difference]:
-    """What differs, in the order in which ranks hold it; every rank calls this at once."""
+    """Return what differs, in the order in which ranks hold it; every rank calls this at once."""
     documents = [
         {name: ReplicaValue(name, *rest) for name, *rest in document["held"]}
         for document in share(lane, {"held": list(mine)})
@@ -83,7 +83,7 @@ def compare(lane: Lane, mine: Sequence[ReplicaValue]) -> list[Difference]:
 
 
 def difference_of(rows: Sequence[ReplicaValue | None]) -> Difference | None:
-    """How the ranks' rows of one name differ; None if they do not.
+    """Return how the ranks' rows of one name differ; None if they do not.
 
     >>> a, b = ReplicaValue("w", -1, "w", "float32[2]", "1f"), ReplicaValue("w", -1, "w", "float32[2]", "2e")
     >>> difference_of([a, b, a]).groups, difference_of([a, b]).has_majority, difference_of([a, a])
@@ -209,7 +209,7 @@ class Diagnosis:
         warnings.warn(f"{lane.place()} {text}: gradients of different scales were averaged", stacklevel=4)
 
     def _is_new(self, lane: Lane, mismatch: DigestMismatch) -> bool:
-        """Whether the share holds anything that was not told yet."""
+        """Return whether the share holds anything that was not told yet."""
         rows = [
             ReplicaValue(piece.replica_tensor.name, 0, None, f"{piece.start} {mismatch.layout}", f"{piece.digest():x}")
             for piece in mismatch.pieces

@@ -1,4 +1,4 @@
-"""Whether the replicas are still alike: a share of each is digested in every step, and all of it within 64 steps.
+"""The digests that tell whether replicas are still alike: a share in every step, and all within 64 steps.
 
     synchronization    7            8            9
     digested           share 7      share 8      share 9        while the buckets of that step travel
@@ -96,7 +96,7 @@ class Piece(NamedTuple):
 
 
 def replica_tensors_of(entries: Sequence[GradEntry], optimizers: Sequence[Optimizer]) -> list[ReplicaTensor]:
-    """What a replica holds, in an order that is equal on every rank; what may be the cause of the rest comes first."""
+    """Return what a replica holds, in an order that is equal on every rank; what may cause the rest comes first."""
     titles = [
         type(optimizer).__name__ + (f" {number}" if len(optimizers) > 1 else "")
         for number, optimizer in enumerate(optimizers)
@@ -132,7 +132,7 @@ def _state_of(optimizer: Optimizer, param: torch.Tensor) -> dict[Any, Any]:
 
 
 def is_comparable(value: object) -> bool:
-    """Whether equal replicas hold it alike: dense tensors and plain values do."""
+    """Return whether equal replicas hold it alike: dense tensors and plain values do."""
     if isinstance(value, torch.Tensor):
         return value.layout == torch.strided and not value.is_quantized
     if isinstance(value, list | tuple):
@@ -227,7 +227,7 @@ class ReplicaDigests:
         self._readings.append(self._read(step, self._shares[step % NUM_SHARES]))
 
     def announce(self) -> tuple[bytes, float]:
-        """What the next header says: the digest whose turn it is, and the loss scale."""
+        """Return what the next header says: the digest whose turn it is, and the loss scale."""
         reading = self._readings.popleft() if len(self._readings) >= self._lag else None
         self._announced.append(reading)
         if reading is None:
@@ -244,7 +244,7 @@ class ReplicaDigests:
         return DigestMismatch(reading.step, reading.generation, words, reading.layout, reading.pieces)
 
     def forget(self) -> None:
-        """What was digested so far says nothing any more: replicas were changed, or may differ for a while."""
+        """Forget what was digested so far, as it says no more: replicas were changed, or may differ for a while."""
         self.generation += 1
         self._readings.clear()
 

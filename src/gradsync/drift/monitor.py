@@ -40,7 +40,7 @@ class DriftMonitor:
         self._diagnosis = Diagnosis(self._replica_digests, guard.drift, health_log)
 
     def announce(self) -> tuple[bytes, float]:
-        """What the header of this step says of the replica, and of its loss scale."""
+        """Return what the header of this step says of the replica, and of its loss scale."""
         if not self.is_on:
             return NO_REPLICA_DIGEST, 0.0
         if self._paused:
@@ -68,7 +68,7 @@ class DriftMonitor:
         self._replica_digests.replaced()
 
     def made_equal(self) -> None:
-        """All replicas are equal from now on: what was digested before says nothing any more."""
+        """Take all replicas as equal from now on: what was digested before says nothing any more."""
         self._replica_digests.forget()
 
     def hear(self, headers: Headers, lane: Lane) -> Callable[[], None]:

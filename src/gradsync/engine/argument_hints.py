@@ -1,4 +1,4 @@
-"""What was probably meant by who gave `attach` something else than a model, an optimizer or a plan."""
+"""A guess at what was meant by who gave `attach` something else than a model, an optimizer or a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one plan runs with, and the making of it: at attach, and again when `gs.auto()` changes the plan.
+"""The parts that one plan runs with, and the making of them: at attach, and when `gs.auto()` changes the plan.
 
 The opening: the ranks agree, then each makes the lane, the ways and the sender that the plan asks for.
 
@@ -49,7 +49,7 @@ from gradsync.transport.lane import Lane, open_lane
 
 
 class AttachRequest(NamedTuple):
-    """What a rank asks to attach with; all ranks compare it."""
+    """The request with which a rank attaches; all ranks compare it."""
 
     table: list[dict[str, Any]]  # of its parameters and buffers
     terms: dict[str, Any]  # the plan, and whatever else must be the same everywhere
@@ -155,7 +155,7 @@ def _timeout(guard: Guard, parent: dist.ProcessGroup) -> float:
 
 
 class Engine(NamedTuple):
-    """What one plan runs with; another plan needs another."""
+    """The parts that one plan runs with; another plan needs others."""
 
     plan: Plan
     synchronization: Synchronization
@@ -165,13 +165,13 @@ class Engine(NamedTuple):
 
     @property
     def listens(self) -> bool:
-        """Whether it has anything to do with one rank alone."""
+        """True if it has anything to do with one rank alone."""
         return self.synchronization.lane.groups.size > 1 or self.pace.k > 1 or not self.pace.engine_averages
 
 
 @dataclass(frozen=True)
 class Builder:
-    """What stays the same when the plan changes."""
+    """A builder of engines, with what stays the same when the plan changes."""
 
     parent: dist.ProcessGroup
     optimizers: Sequence[Optimizer]
@@ -209,7 +209,7 @@ class Builder:
         return Engine(plan, synchronization, pace, recorder, self.drift_monitor)
 
     def _listen(self, synchronization: Synchronization, recorder: Recorder) -> None:
-        """Who hears of every synchronization, in this order."""
+        """Add those who hear of every synchronization, in this order."""
         lane, listeners = synchronization.lane, synchronization.listeners
         on_device = any(not channel.on_host for channel in lane.groups.data.values())
         listeners.add(settling=partial(recorder.start_waiting, on_device), came=recorder.finish_synchronization)

@@ -45,7 +45,7 @@ NOTICE = (
 
 
 def is_disabled() -> bool:
-    """Whether the variable is set, to something else than 0."""
+    """Return whether the variable is set, to something else than 0."""
     return os.environ.get("GRADSYNC_DISABLE", "0") not in ("", "0")
 
 

@@ -58,7 +58,7 @@ class GradEntry:
 
     @property
     def item(self) -> Item:
-        """What a flat tensor needs to have room for its gradient."""
+        """The item for which a flat tensor needs to have room: its gradient."""
         return Item.like(self.name, self.param)
 
     def follow(self, owner: MutableMapping[str, object], key: str) -> None:
@@ -70,7 +70,7 @@ class GradEntry:
         self.param = param
 
     def move_in(self, bucket: Bucket, view: torch.Tensor, large: bool) -> None:
-        """Its gradient travels in this bucket from now on, and lies in this view of it."""
+        """Let its gradient travel in this bucket from now on, and lie in this view of it."""
         self.bucket, self.view, self.large = bucket, view, large
         self.ptr = view.data_ptr()
         self.filled = False
@@ -80,7 +80,7 @@ class GradEntry:
         self.bucket = None
 
     def found_sparse(self) -> None:
-        """Its gradients are sparse: it travels in no bucket."""
+        """Note that its gradients are sparse: it travels in no bucket."""
         self.sparse = True
 
     def drop(self) -> None:
@@ -90,7 +90,7 @@ class GradEntry:
             self.param.grad = None
 
     def leave(self) -> None:
-        """Its buckets are given up: a gradient that lies in one gets memory of its own."""
+        """Give up its buckets: a gradient that lies in one gets memory of its own."""
         grad = self.param.grad
         if grad is not None and grad._is_view():
             self.param.grad = grad.clone()
@@ -301,7 +301,7 @@ class Layout:
             bucket.place(flat)
 
     def same_as(self, other: Layout) -> bool:
-        """Whether every gradient travels as in that one, at the same place and time."""
+        """Return whether every gradient travels as in that one, at the same place and time."""
         mine, others = (
             [(b.form, b.held, b.fingerprint, [entry.index for entry in b.entries]) for b in layout.buckets]
             for layout in (self, other)

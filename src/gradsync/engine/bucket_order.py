@@ -59,7 +59,7 @@ class BucketOrder:
             self._lay_out(trainable)
 
     def _learn_kinds(self, headers: Headers) -> bool:
-        """Which parameters are sparse, and which arrive more than once; True if that is new."""
+        """Learn which parameters are sparse, and which arrive more than once; return True if that is new."""
         sparse, repeated = headers.any(Mark.SPARSE), headers.any(Mark.REPEATED)
         changed = False
         for entry in self._entries:
@@ -102,7 +102,7 @@ class BucketOrder:
             self._lane.name_buckets(self._layout.describe)
 
     def arrangement(self) -> Arrangement:
-        """What was learned, by parameter name."""
+        """Return what was learned, by parameter name."""
         order = [self._names[index] for index in self._order]
         return Arrangement(order, sorted(self._names[index] for index in self._held), self.learned)
 

@@ -1,4 +1,4 @@
-"""How far a host's clock is from rank 0's, by messages to and fro.
+"""The offset of a host's clock from rank 0's, by messages to and fro.
 
     rank 0    ──t0─────────────r0──      what is sent before another receives it bounds the difference from both sides:
     rank 1    ────────t1────r1─────      t0 < r1 and t1 < r0, each by at least the time of travel

@@ -1,4 +1,4 @@
-"""What raised on this rank, and how all ranks come to drop that batch.
+"""The batches that raised on this rank, and the way in which all ranks come to drop them.
 
     what raised    how it is known                                   put right by the next
     backward       autograd let go of the callback for its end       forward, step(), drain() …, or backward
@@ -62,12 +62,12 @@ class Backward:
     )
 
     def fires(self) -> None:
-        """Its first gradient has arrived."""
+        """Note that its first gradient has arrived."""
         self.fired = True
 
     @property
     def raised(self) -> bool:
-        """Whether autograd gave it up before its end; may be asked from inside of the next one."""
+        """True if autograd gave it up before its end; may be asked from inside of the next one."""
         return self.end() is None
 
 
@@ -84,7 +84,7 @@ class Raised(NamedTuple):
 
 
 class DroppedBatches:
-    """What raised on this rank and is not put right yet, and what that spoils."""
+    """The batches that raised on this rank and are not put right yet, and what they spoil."""
 
     def __init__(self, steps: StepLoop) -> None:
         self.spoiled = Flag.NONE  # what raised in this window: it will be dropped everywhere
@@ -99,7 +99,7 @@ class DroppedBatches:
 
     @property
     def drops(self) -> bool:
-        """Whether the batch that raised just now will come to nothing on every rank, though they were not told yet."""
+        """True if the batch that raised just now will come to nothing on every rank, though they were not told yet."""
         backward = self._steps.backward
         aborted = backward is not None and backward.raised and (backward.fired or backward.accumulates)
         return not self._steps.pace.replicas_differ and (aborted or self._forward_raised)
@@ -220,7 +220,7 @@ class DroppedBatches:
             self._raised = deque(each for each in self._raised if each.flag is not Flag.FORWARD)
 
     def begins_retry(self) -> bool:
-        """Whether the backward that begins comes to nothing: see [A backward tried again] in retried_batches.py."""
+        """Begin a backward tried again, which comes to nothing; return whether it is one: see `retried_batches`."""
         if not self.retries.under_way:
             return False
         entries = self._steps.synchronization.entries
@@ -253,7 +253,7 @@ class DroppedBatches:
                     other.backward_begins()
 
     def is_reached(self) -> bool:
-        """Whether the backward under way will come to this model."""
+        """Return whether the backward under way will come to this model."""
         trainable = [entry.param for entry in self._steps.synchronization.entries if entry.param.requires_grad]
         return any_executed([*trainable[:_LOOKED_UP], *trainable[_LOOKED_UP:][-_LOOKED_UP:]])
 
@@ -310,7 +310,7 @@ class DroppedBatches:
             steps.run_user_hooks()
 
     def _goes_on(self, raised: Raised) -> bool:
-        """Whether a window by hand goes on after a batch that never came: nobody knows whether it was its last one."""
+        """Return whether a window by hand goes on after a batch that never came: nobody knows if it was the last."""
         steps = self._steps
         if raised.flag is not Flag.LOADER or not (steps.unsynchronized or self.window):
             return False
@@ -318,7 +318,7 @@ class DroppedBatches:
         return not (begins_anew and steps.unsynchronized + 1 >= self.window)
 
     def _rest(self) -> int:
-        """How many backward calls of a batch are still to come."""
+        """Return how many backward calls of a batch are still to come."""
         pace = self._steps.pace
         return pace.per_batch - pace.backwards % pace.per_batch
 
@@ -339,12 +339,12 @@ class DroppedBatches:
             self._in_a_row = 0
 
     def step_ends(self, spoiled: Flag = Flag.NONE) -> None:
-        """What raised was told; `spoiled`: a state was loaded in whose window something had."""
+        """Forget what raised, which was told; `spoiled`: a state was loaded in whose window something had."""
         self.spoiled = spoiled
 
 
 def accumulates(entries: Iterable[GradEntry]) -> bool:
-    """Whether the backward under way adds to `.grad`: see [A backward, or torch.autograd.grad]."""
+    """Return whether the backward under way adds to `.grad`: see [A backward, or torch.autograd.grad]."""
     trainable = (entry.param for entry in entries if entry.param.requires_grad)
     if Variable._execution_engine.is_checkpoint_valid():
         return next(trainable, None) is not None
@@ -358,7 +358,7 @@ def put_back(aside: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
 
 
 def any_executed(params: Iterable[torch.Tensor]) -> bool:
-    """Whether the backward under way adds to `.grad` of one of these."""
+    """Return whether the backward under way adds to `.grad` of one of these."""
     with torch.enable_grad():
         return any(_is_executed(param.view_as(param).grad_fn) for param in params)
 

@@ -40,7 +40,7 @@ def _look(reference: weakref.ref[StepLoop]) -> None:
 
 
 def going_on(views: PeerViews, step: int) -> list[int]:
-    """Who has begun a step that this rank will not come to."""
+    """Return who has begun a step that this rank will not come to."""
     return [
         rank
         for rank, view in views.items()

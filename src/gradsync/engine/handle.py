@@ -92,7 +92,7 @@ class GradSync:
             raise
 
     def set_batch_weight(self, weight: float) -> None:
-        """How much this rank's gradient counts in this step's mean (its tokens, say); 1 if never called.
+        """Set how much this rank's gradient counts in this step's mean (its tokens, say); 1 if never called.
 
         Call it before a backward: before the step's first, for all of them, or before each micro-batch of
         `accumulate(k)` or `no_sync()`, for that one. The mean over all of them is Σ w·g / Σ w, and what has weight 0
@@ -228,7 +228,7 @@ class GradSync:
 
     @property
     def mid_window(self) -> bool:
-        """Whether `step()` would find nothing now: a window of `accumulate(k)` is not full, or `delayed(k)` begins.
+        """True if `step()` would find nothing now: a window of `accumulate(k)` is not full, or `delayed(k)` begins.
 
         Ask it where a loop does something once per step of the optimizer: a scheduler, a log of the gradients' norm, a
         GradScaler that attach was not given.
@@ -237,18 +237,18 @@ class GradSync:
 
     @property
     def replicas_equal(self) -> bool:
-        """Whether all ranks hold the same parameters now: not between two averages of `local_sgd(k)` or `diloco(k)`,
+        """True if all ranks hold the same parameters now: not between two averages of `local_sgd(k)` or `diloco(k)`,
         and not with `async_sgd` and `gossip` before `drain()`. If so, rank 0's model alone is a checkpoint of all.
         """
         return self._steps.pace.replicas_equal
 
     @property
     def dropped(self) -> bool:
-        """Whether the last synchronization came to nothing on every rank: a NaN, or a backward that raised."""
+        """True if the last synchronization came to nothing on every rank: a NaN, or a backward that raised."""
         return self._steps.dropped_batches.drops or self._synchronization.dropped or self._steps.pace.dropped
 
     def stats(self) -> dict[str, float | int | str | None]:
-        """What the last steps cost: medians, as a flat dict; docs/stats.md explains each key."""
+        """Return what the last steps cost: medians, as a flat dict; docs/stats.md explains each key."""
         stats = self._steps.recorder.stats()
         sent_nbytes, stats["algorithm"] = self._synchronization.sender.traffic() if stats["nbytes"] else (0, None)
         if self._steps.pace.engine_averages:
@@ -259,13 +259,13 @@ class GradSync:
         return stats | self._synchronization.sender.tally.stats() | self._steps.pace.stats()
 
     def residuals(self) -> dict[str, torch.Tensor]:
-        """What compression has not sent yet, by parameter: this rank's share of the mean. Copies."""
+        """Return what compression has not sent yet, by parameter: this rank's share of the mean. Copies."""
         with self._steps.failing():
             self._steps.pace.settle()
         return self._synchronization.sender.kept().residuals
 
     def state_dict(self, *, all_ranks: bool = False) -> dict[str, torch.Tensor]:
-        """What a resumed run needs to continue to the bit: a flat dict of tensors, copies; docs/checkpoint.md.
+        """Return what a resumed run needs to continue to the bit: a flat dict of tensors, copies; docs/checkpoint.md.
 
         Every rank saves its own, without communication but for a batch that raised, which the others wait for. With
         `all_ranks` every rank must call it; rank 0 gets the state of all, in host memory, and the others an empty dict.

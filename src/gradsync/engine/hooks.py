@@ -57,7 +57,7 @@ Kwargs = dict[str, Any]
 
 
 class HookListener:
-    """What the hooks call; who inherits hears of what it wants to."""
+    """The methods that hooks call; who inherits hears of what it wants to."""
 
     def before_forward(self) -> None: ...
     def backward_begins(self) -> None: ...
@@ -68,7 +68,7 @@ class HookListener:
 
 
 class ForwardListener(Protocol):
-    """Who hears of forwards that raise: see [A forward that raised]."""
+    """The methods by which somebody hears of forwards that raise: see [A forward that raised]."""
 
     def forward_comes(self, inputs: Iterable[torch.Tensor]) -> None: ...
     def forward_did(self, error: BaseException) -> None: ...
@@ -123,13 +123,13 @@ class Hooks:
                 self._hooked.add(entry.index)
 
     def listen_anew(self, entries: Iterable[GradEntry]) -> None:
-        """These entries have other parameters than when they were listened to."""
+        """Listen to these entries anew: they have other parameters than before."""
         entries = list(entries)
         self._hooked -= {entry.index for entry in entries}
         self.listen(entries)
 
     def hears(self, entry: GradEntry) -> bool:
-        """Whether a gradient of this one is heard of; a parameter that is frozen keeps its hook."""
+        """Return whether a gradient of this one is heard of; a parameter that is frozen keeps its hook."""
         return entry.index in self._hooked
 
     def remove(self) -> None:
@@ -167,7 +167,7 @@ class Hooks:
             self._listener.backward_begins()
 
     def _before_step(self, optimizer: Optimizer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-        """What is returned, `step` gets instead of its arguments: see [Closures]."""
+        """Return what `step` gets instead of its arguments, None if nothing: see [Closures]."""
         if in_backward():
             return None
         closure = _closure(args, kwargs)
@@ -200,7 +200,7 @@ class Hooks:
 
 
 class HookOwner:
-    """What a parameter has of us; a copy or a pickle of it has nothing."""
+    """A parameter's reference to our hooks; a copy or a pickle of it has nothing."""
 
     def __init__(self, hooks: Hooks) -> None:
         self._hooks = hooks
@@ -263,7 +263,7 @@ def _silent_hooks() -> Hooks:
 
 
 def take_off(*lists: list[RemovableHandle]) -> None:
-    """These hooks are called no more."""
+    """Take off these hooks: they are called no more."""
     for handles in lists:
         while handles:
             handles.pop().remove()
@@ -281,13 +281,13 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _closure(args: Args, kwargs: Kwargs) -> Callable[[], Any] | None:
-    """What `step` was given to compute the loss; the first of `args` is the optimizer itself."""
+    """Return what `step` was given to compute the loss; the first of `args` is the optimizer itself."""
     closure: Callable[[], Any] | None = kwargs.get("closure", args[1] if len(args) > 1 else None)
     return closure
 
 
 def recomputing() -> bool:
-    """Whether reentrant checkpointing runs a backward inside of backward just now."""
+    """Return whether reentrant checkpointing runs a backward inside of backward just now."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "backward" and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
@@ -297,12 +297,12 @@ def recomputing() -> bool:
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside a backward (as forward is when checkpointing recomputes it)."""
+    """Return whether this thread is inside a backward (as forward is when checkpointing recomputes it)."""
     return torch._C._current_graph_task_id() != -1
 
 
 def in_transform() -> bool:
-    """Whether a transform of `torch.func` runs: what `grad` or `jacrev` derive there is added to no `.grad`."""
+    """Return whether a transform of `torch.func` runs: what `grad` or `jacrev` derive there is added to no `.grad`."""
     level: int | None = torch._C._functorch.maybe_current_level()
     return level is not None
 

@@ -1,4 +1,4 @@
-"""Who hears of the moments of a step, while the step knows nobody by name.
+"""The listeners, who hear of the moments of a step, while the step knows nobody by name.
 
 The recorder, the trace, the profiler's spans, drift, NaN checks and `gs.auto()` listen, and so do the faults of tests.
 A moment that nobody listens to costs nothing: each is a list of functions, called in this order.
@@ -26,7 +26,7 @@ Hear = Callable[..., Any]  # what one listener does at a moment
 
 
 class Brought(NamedTuple):
-    """All buckets of a synchronization are back."""
+    """The buckets of a synchronization, all of them back."""
 
     step: int
     in_flight: list[Pending]  # in the order in which they left
@@ -83,5 +83,5 @@ class Listeners:
 
 
 def moments_of(listener: object) -> dict[str, Hear]:
-    """What somebody hears of whose methods have the names of moments."""
+    """Return what somebody hears of whose methods have the names of moments."""
     return {name: getattr(listener, name) for name in Listeners.__annotations__ if hasattr(listener, name)}

@@ -69,7 +69,7 @@ class StepLoop(LoopControls, HookListener):
 
     @property
     def in_micro_batch(self) -> bool:
-        """Whether a micro-batch has begun and not ended; what runs under no_sync() by hand ends with each backward."""
+        """True if a micro-batch has begun and not ended; what runs under no_sync() by hand ends with each backward."""
         inside = self.pace.backwards % self.pace.per_batch > 0 or (self.pace.k > 1 and self.unsynchronized > 0)
         return self.backward is not None or inside
 
@@ -265,7 +265,7 @@ class StepLoop(LoopControls, HookListener):
             self.lane.at(Phase.COMPUTING)
 
     def launch(self, micro_batches: int, flags: Flag = Flag.NONE) -> None:
-        """What has not left yet leaves, and the header; nothing waits."""
+        """Launch what has not left yet, and the header; nothing waits."""
         steps, source = self.step_counts.steps(), self.active[0] if self.active else 0
         under_way = self.synchronization.synchronize(micro_batches, flags | self.dropped_batches.spoiled, source, steps)
         try:
@@ -280,7 +280,7 @@ class StepLoop(LoopControls, HookListener):
         end_together(self.finish, self.run_user_hooks)
 
     def finish(self, in_backward: bool = True) -> None:
-        """What was launched comes to its end."""
+        """Bring to its end what was launched."""
         under_way, self.under_way = self.under_way, None
         assert under_way is not None
         counts = False
@@ -319,7 +319,7 @@ class StepLoop(LoopControls, HookListener):
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for the other ranks before its next batch."""
+        """True if it waits for the other ranks before its next batch."""
         return self.is_due() or (self.joining and self.active is None)
 
     def border(self) -> None:
@@ -340,7 +340,7 @@ class StepLoop(LoopControls, HookListener):
 
     @property
     def listens(self) -> bool:
-        """Whether hooks are on; one rank alone may need none."""
+        """True if hooks are on; one rank alone may need none."""
         return self._hooks is not None
 
     def close(self) -> None:
@@ -354,7 +354,7 @@ class StepLoop(LoopControls, HookListener):
 
 
 class StepCounts:
-    """Which optimizer has stepped since the last backward, and how often they did: see [Counting steps]."""
+    """A count of steps: which optimizer has stepped since the last backward, and how often. See [Counting steps]."""
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
         self.num_backwards = 0
@@ -363,7 +363,7 @@ class StepCounts:
         self._sure = True
 
     def knows(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer was given to attach."""
+        """Return whether an optimizer was given to attach."""
         return id(optimizer) in self._seen
 
     def backward_ended(self) -> None:
@@ -371,7 +371,7 @@ class StepCounts:
         self.num_backwards += 1
 
     def missed(self, optimizer: Optimizer) -> bool:
-        """Whether no backward has ended since its last step."""
+        """Return whether no backward has ended since its last step."""
         return self._seen[id(optimizer)] == self.num_backwards
 
     def stepped(self, optimizer: Optimizer) -> None:
@@ -383,7 +383,7 @@ class StepCounts:
         self._num_steps += 1
 
     def steps(self) -> int:
-        """How many steps there were since the last synchronization, or -1 where that says nothing."""
+        """Return how many steps there were since the last synchronization, or -1 where that says nothing."""
         return self._num_steps if self._sure and self._seen else -1
 
     def begin_anew(self, sure: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What the training loop works with, what all ranks do together outside of its steps, and what becomes of a failed run.
+"""The controls of a loop: what it works with, what all ranks do together outside of steps, the end of a failed run.
 
 Ranks meet for a vote, a broadcast, a state, a plan, and to part. After a failure nothing more is launched, and nobody
 applies a partial sum.
@@ -55,11 +55,11 @@ class LoopControls(ABC):
 
     @abstractmethod
     def launch(self, micro_batches: int, flags: Flag = Flag.NONE) -> None:
-        """What has not left yet leaves, and the header; nothing waits."""
+        """Launch what has not left yet, and the header; nothing waits."""
 
     @abstractmethod
     def finish(self, in_backward: bool = True) -> None:
-        """What was launched comes to its end."""
+        """Bring to its end what was launched."""
 
     @abstractmethod
     def run_user_hooks(self) -> None:
@@ -118,7 +118,7 @@ class LoopControls(ABC):
 
     @property
     def failed(self) -> bool:
-        """Whether an earlier synchronization failed."""
+        """True if an earlier synchronization failed."""
         return self.lane.session.failed is not None
 
     def give_up(self, error: BaseException) -> None:
@@ -162,7 +162,7 @@ class LoopControls(ABC):
             return meet(self.lane, call, len(self.synchronization.entries), word, flags)
 
     def vote(self, active: bool) -> list[int]:
-        """Who has data left, by index in the group."""
+        """Return who has data left, by index in the group."""
         heads = self.meet(Call.VOTE, flags=Flag.NONE if active else Flag.SHADOW)
         return [rank for rank, head in enumerate(heads) if not head.flags & Flag.SHADOW]
 
@@ -178,7 +178,7 @@ class LoopControls(ABC):
             tell(True)
 
     def activate(self, ranks: list[int]) -> None:
-        """These ranks have data left in this step; this one only keeps them company."""
+        """Note that these ranks have data left in this step; this one only keeps them company."""
         self.active = ranks
 
     def join_ends(self) -> None:

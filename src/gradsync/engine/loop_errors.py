@@ -1,4 +1,4 @@
-"""What a loop may not do between two steps, in sentences; `place` is where this rank is."""
+"""The sentences for what a loop may not do between two steps; `place` is where this rank is."""
 
 from __future__ import annotations
 

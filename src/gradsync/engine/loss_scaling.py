@@ -28,7 +28,7 @@ from gradsync.engine.loop import StepLoop
 
 
 class ScaledSteps:
-    """What a scaler asks of one GradSync."""
+    """The questions that a scaler asks of one GradSync."""
 
     def __init__(self, steps: StepLoop) -> None:
         self._reference = weakref.ref(steps)  # a scaler may outlive a model that was dropped
@@ -41,7 +41,7 @@ class ScaledSteps:
         return steps
 
     def has(self, optimizer: Optimizer) -> bool:
-        """Whether this optimizer's steps are looked after."""
+        """Return whether this optimizer's steps are looked after."""
         steps = self._reference()
         return steps is not None and steps.listens and steps.step_counts.knows(optimizer)
 
@@ -57,14 +57,14 @@ class ScaledSteps:
         self._steps.step_counts.stepped(optimizer)
 
     def overflowed(self) -> bool:
-        """Whether all ranks have dropped a step for a NaN or Inf since this was asked last."""
+        """Return whether all ranks have dropped a step for a NaN or Inf since this was asked last."""
         steps, before = self._reference(), self._num_skipped
         if steps is not None:
             self._num_skipped = steps.synchronization.health_log.skipped_steps
         return self._num_skipped > before
 
     def keeps_gradients(self) -> bool:
-        """Whether there are gradients of the scale of now that are not to be applied yet."""
+        """Return whether there are gradients of the scale of now that are not to be applied yet."""
         steps = self._reference()
         return steps is not None and steps.pace.mid_window
 
@@ -105,7 +105,7 @@ class ScalerFollower:
 
 
 class _Tolerant(GradScaler):
-    """What stands before the scaler's own methods."""
+    """The part that stands before the scaler's own methods."""
 
     def unscale_(self, optimizer: Optimizer) -> None:
         mine = _follower(self, optimizer)

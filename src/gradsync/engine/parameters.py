@@ -1,4 +1,4 @@
-"""What a model consists of, for us: its parameters by name, its buffers; and what we must refuse.
+"""The parts of a model that matter here: its parameters by name, its buffers; and what we must refuse.
 
 Notice what changed in a model after attach: a parameter nobody averages would let replicas drift apart.
 
@@ -40,7 +40,7 @@ class Inventory(NamedTuple):
     ignored: set[int]  # ids of what is left alone
 
     def table(self, optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
-        """What ranks compare: one row per parameter and per buffer."""
+        """Return what ranks compare: one row per parameter and per buffer."""
         places = _places_in(optimizers)
         parameters = [
             _row("parameter", entry.name, entry.param)
@@ -54,12 +54,12 @@ class Inventory(NamedTuple):
         return parameters + [_row("buffer", site.name, site.tensor) for site in self.buffers]
 
     def tensors(self) -> list[torch.Tensor]:
-        """All values a replica holds."""
+        """Return all values a replica holds."""
         return [entry.param.detach() for entry in self.entries] + [site.tensor for site in self.buffers]
 
 
 def unseen(table: Mapping[str, M | None], seen: set[int]) -> Iterator[tuple[str, M]]:
-    """What a module has and none before it had."""
+    """Yield what a module has and none before it had."""
     for key, member in table.items():
         if member is not None and id(member) not in seen:
             seen.add(id(member))
@@ -194,7 +194,7 @@ def _refuse_parameter(name: str, param: torch.Tensor) -> None:
 
 
 def note_unhooked(entries: Iterable[GradEntry], attached: bool) -> None:
-    """These are attached without a hook, or no more; a second attach recognizes those that have one by it."""
+    """Note that these are attached without a hook, or no more; a second attach recognizes those that have one by it."""
     for entry in entries:
         _unhooked.pop(id(entry.param), None)
         if attached and entry.param.requires_grad:
@@ -227,13 +227,13 @@ def _places_in(optimizers: Sequence[Optimizer]) -> dict[int, list[str]]:
 
 
 def _is_of(value: object, module: str, name: str) -> bool:
-    """Whether it is of that class. Nothing is, before somebody imported it; and importing it takes a second."""
+    """Return whether it is of that class. Nothing is, before somebody imported it; and importing it takes a second."""
     kind = getattr(sys.modules.get(module), name, None)
     return kind is not None and isinstance(value, kind)
 
 
 class ModelChanges:
-    """What the model consisted of at attach."""
+    """The changes in a model since attach, by what it consisted of then."""
 
     def __init__(
         self,
@@ -303,7 +303,7 @@ class ModelChanges:
         self._note_modules(model)
 
     def _note_modules(self, model: torch.nn.Module) -> None:
-        """These are its modules now."""
+        """Note its modules of now."""
         modules = list(model.modules())
         self._children = [(table, key, child) for table in map(children_of, modules) for key, child in table.items()]
         self._counts: list[tuple[Sized, int]] = [
@@ -317,7 +317,7 @@ class ModelChanges:
             self._note_buffers({clean(name) for name, _ in model.named_buffers(remove_duplicate=False)})
 
     def _note_buffers(self, names: set[str]) -> None:
-        """These are its buffers now; what came later is each rank's own, which may be meant: said, and no error."""
+        """Note its buffers of now; what came later is each rank's own, which may be meant: said, and no error."""
         late = sorted(names - self._buffers) if self._buffers is not None else []
         self._buffers = names
         if late:
@@ -347,11 +347,11 @@ class ModelChanges:
                 )
 
     def note_trainable(self) -> None:
-        """Which parameters require a gradient now is known."""
+        """Note which parameters require a gradient now."""
         self._trainable = [entry.param.requires_grad for entry in self._entries]
 
     def trainable_changed(self) -> bool:
-        """Whether one was frozen or thawed since."""
+        """Return whether one was frozen or thawed since."""
         return [entry.param.requires_grad for entry in self._entries] != self._trainable
 
     def check_thawed(self, hears: Callable[[GradEntry], bool]) -> None:

@@ -10,7 +10,7 @@ from gradsync.engine.listeners import Hear, Listeners
 
 
 class ProfilerSpans:
-    """What happens between two moments shows as "gradsync: launch bucket 3", say."""
+    """The spans of a profiler: what happens between two moments shows as "gradsync: launch bucket 3", say."""
 
     def __init__(self) -> None:
         self._there: Listeners | None = None

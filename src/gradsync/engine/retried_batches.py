@@ -1,4 +1,4 @@
-"""Whether a batch that raised on this rank is tried again, or another one comes.
+"""A test of whether a batch that raised on this rank is tried again, or another one comes.
 
 Note [Tried again]
     A forward that raised and is called again with the same input, a part of it, or from the `except` block of that very
@@ -62,7 +62,7 @@ class Retries:
 
     @property
     def inside(self) -> bool:
-        """Whether this is the `except` block of that backward."""
+        """True if this is the `except` block of that backward."""
         return self._failed is not None and bool(self._failed.errors & handled())
 
     def forward_comes(self, now: Sequence[torch.Tensor]) -> None:
@@ -133,13 +133,13 @@ def _came_of_backward(error: BaseException) -> bool:
 
 
 def is_again(last: Seen, before: Seen, now: Iterable[torch.Tensor]) -> bool:
-    """Whether these are the inputs of the forward that raised, or a part of them: see [Tried again]."""
+    """Return whether these are the inputs of the forward that raised, or a part of them: see [Tried again]."""
     places, raised = [_place(tensor) for tensor in now], _places(last)
     return any(_overlap(place, raised) for place in _telling(places, before) or places)
 
 
 def is_part(last: Seen, before: Seen, now: Iterable[torch.Tensor]) -> bool:
-    """Whether these inputs are part of the last ones, where inputs that tell nothing tell nothing."""
+    """Return whether these inputs are part of the last ones, where inputs that tell nothing tell nothing."""
     return any(_overlap(place, _places(last)) for place in _telling([_place(tensor) for tensor in now], before))
 
 

@@ -1,4 +1,4 @@
-"""What several models of one loop wait for outside of backward, in one order on every rank.
+"""The waits of several models of one loop outside of backward, in one order on every rank.
 
 Note [One order]
     Ranks may call the models of a step in another order. What comes before a batch (the vote of join(), the choice of
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class JoinEnd(NamedTuple):
-    """How one of them ends its join()."""
+    """The way in which one of them ends its join()."""
 
     shadow: Callable[[], None]  # waits for the others' batches
     level: Callable[[], None]  # then everything comes from a rank that was active last

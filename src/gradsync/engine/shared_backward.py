@@ -30,7 +30,7 @@ Then = Callable[[], None]
 
 
 class _Ends:
-    """What is to be waited for at the end of one backward; autograd keeps it until then."""
+    """The waits for the end of one backward; autograd keeps them until then."""
 
     def __init__(self) -> None:
         self.waits: list[tuple[Wait, Then]] = []
@@ -107,7 +107,7 @@ class _ModelWait:
 
 
 class _ThreadState:
-    """What a thread has of its own in torch, to be the same on another: whether gradients are made, and streams."""
+    """The state of a thread in torch, to be the same on another: whether gradients are made, and streams."""
 
     def __init__(self) -> None:
         self._makes_gradients = torch.is_grad_enabled()

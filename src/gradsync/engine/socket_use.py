@@ -1,4 +1,4 @@
-"""What our connections carried between two looks, and to whom: which link is slow shows in no collective."""
+"""The bytes our connections carried between two looks, and to whom: which link is slow shows in no collective."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SocketUse:
                 self._peers[(str(address), int(port))] = self._lane.groups.ranks[rank]
 
     def since_last(self, step: int) -> SocketLines | None:
-        """What each carried since the last call; None if nothing much."""
+        """Return what each carried since the last call; None if nothing much."""
         if len(self._lane.hosts) == 1:
             return None  # what goes through loopback says nothing of a link
         now = read_sockets(self._sockets)

@@ -120,12 +120,12 @@ class Synchronization:
         self._session.at(Phase.BACKWARD)
 
     def backward_counts(self, count: int) -> None:
-        """So many backwards have ended, or something that counts as them."""
+        """Count so many backwards as ended, or something that counts as them."""
         self.backwards += count
         self.micro.merge()
 
     def missed(self, count: int) -> None:
-        """This rank's loss touched no parameter: it counts as so many backwards."""
+        """Count so many backwards: this rank's loss touched no parameter."""
         if not self.backwards:
             self.micro.set_aside()
         self.backward_counts(count)
@@ -137,7 +137,7 @@ class Synchronization:
             self.micro.put_back()
 
     def forget(self) -> None:
-        """What arrived was none of ours: be ready for the next step."""
+        """Forget what arrived, as it was none of ours, and be ready for the next step."""
         self.micro.put_back()
         self._begin_step()
 
@@ -227,7 +227,7 @@ class Synchronization:
     # After the last gradient
 
     def synchronize(self, micro_batches: int, flags: Flag, source: int, num_steps: int) -> Iterator[None]:
-        """What follows the end of backward; stops once, and does not wait before: see [Side by side].
+        """Do what follows the end of backward; stops once, and does not wait before: see [Side by side].
 
         `source` is the rank whose buffers count; `num_steps` is how often optimizers stepped, as `steps` says it.
         """
@@ -325,7 +325,7 @@ class Synchronization:
             tell(brought)
 
     def _judge(self, headers: Headers, acts: list[Act | None]) -> tuple[Outcome, str]:
-        """Whether the step counts, and what an exception has to say: alike on all ranks."""
+        """Return whether the step counts, and what an exception has to say: alike on all ranks."""
         outcome, why = step_outcome(self.lane, self._guard, headers, self._names, self.health_log)
         for judge in self.listeners.judge:
             found = judge(headers) if outcome is Outcome.COUNTS else None
@@ -358,7 +358,7 @@ class Synchronization:
         self.micro.drop_aside()
 
     def _end(self, headers: Headers) -> None:
-        """What this step taught is for the next one."""
+        """Keep what this step taught for the next one."""
         self.brought = b"" if self.dropped else headers.used
         self.delivered = any(self.brought)
         unit = self.weighting.unit

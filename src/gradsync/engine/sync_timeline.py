@@ -1,4 +1,4 @@
-"""What a trace is told of one synchronization: when each bucket was full, left and was back, on detailed steps only."""
+"""The times of a synchronization for a trace: when each bucket was full, left and came back; on detailed steps only."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class SyncTimeline:
         self._num_waited += 1
 
     def _came(self, brought: Brought) -> None:
-        """What went is noted now: for the next synchronization the buckets may be others."""
+        """Note now what went: for the next synchronization the buckets may be others."""
         self.trips, self._trips = self._trips, []
         self._num_left = self._num_waited = 0
         flat_buckets = [bucket.flat_bucket for bucket in brought.buckets]

@@ -49,7 +49,7 @@ def wanted(trace: str | os.PathLike[str] | None) -> Path | None:
 
 
 class TraceAgreement(NamedTuple):
-    """What ranks agree on before any of them writes."""
+    """The agreement of the ranks before any of them writes."""
 
     together: bool  # every rank traces
     run_id: str  # the same on all
@@ -64,7 +64,7 @@ def agree_on_trace(lane: Lane, folder: Path | None) -> TraceAgreement:
 def open_tracer(
     folder: Path, lane: Lane, entries: list[GradEntry], plan: dict[str, Any] | None, source: str, run_id: str
 ) -> Tracer:
-    """This rank's file and flight record in `folder`; a folder below it if another model of this process has it."""
+    """Open this rank's file and flight record in `folder`; a folder below if another model of this process has it."""
     rank = lane.groups.ranks[lane.groups.rank]
     devices = {entry.param.device for entry in entries}
     members = tuple(sorted(lane.groups.ranks))
@@ -157,7 +157,7 @@ class Tracing:
         self._look_at_sockets()
 
     def write_layout(self, layout: BucketLayout) -> None:
-        """These are the buckets from now on, if they were not before."""
+        """Write the buckets from now on, if they are other ones than before."""
         if layout.buckets is not self._layout and layout.buckets != self._layout:
             self._layout = layout.buckets
             self.tracer.write(layout)

@@ -44,7 +44,7 @@ def average_unbucketed(
 
 
 def _dense_somewhere(entry: GradEntry, headers: Headers) -> bool:
-    """Whether a rank has a dense gradient for it: then all bring a dense one."""
+    """Return whether a rank has a dense gradient for it: then all bring a dense one."""
     return bool(headers.marks[entry.index] & Mark.DENSE)
 
 

@@ -181,7 +181,7 @@ def optimizers_in_backward(entries: Iterable[GradEntry]) -> Iterator[tuple[GradE
 
 
 def _step_optimizers(param: torch.Tensor) -> None:
-    """What torch's own hook does."""
+    """Do what torch's own hook does."""
     for optimizer in param._in_backward_optimizers:  # type: ignore[attr-defined]
         optimizer.step()
     param.grad = None

@@ -1,4 +1,4 @@
-"""How much each rank's gradient counts: what a bucket carries, and what its sum is multiplied by. Pure.
+"""The weight of each rank's gradient: what a bucket carries, and what its sum is multiplied by. Pure.
 
 With n ranks, k micro-batches in a window, weights w and j micro-batches done:
 
@@ -85,12 +85,12 @@ class Weighting:
 
     @property
     def changes(self) -> bool:
-        """Whether what comes has another weight than what is there."""
+        """True if what comes has another weight than what is there."""
         return self.base is not None and self.base != self._now
 
     @property
     def comes_apart(self) -> bool:
-        """Whether what comes is too light to take over the base."""
+        """True if what comes is too light to take over the base."""
         return self.base is not None and self._now < self.base * _LIGHT
 
     def take_over(self) -> float:
@@ -99,7 +99,7 @@ class Weighting:
         return 1.0 if base is None or base == self._now else base / self._now
 
     def lightness(self) -> float:
-        """What a gradient that was kept aside is multiplied by before it is added."""
+        """Return what a gradient that was kept aside is multiplied by before it is added."""
         assert self.base is not None
         return self._now / self.base
 
@@ -108,7 +108,7 @@ class Weighting:
         return 1.0 if self.weight is None else self.weight
 
     def announced(self, flags: Flag, micro_batches: int = 1) -> tuple[float, Flag]:
-        """What the header says: the weight of a micro-batch, the mean of them, and whether the user set it."""
+        """Return what the header says: the weight of a micro-batch, their mean, and whether the user set it."""
         if self.weight is not None:
             flags |= Flag.WEIGHTED
         if flags & (Flag.SHADOW | Flag.ABORTED):
@@ -119,7 +119,7 @@ class Weighting:
         return (self.closed + self._now * (count - self.num_closed)) / micro_batches, flags
 
     def scale(self) -> float:
-        """What this rank multiplies its gradients by before they travel."""
+        """Return what this rank multiplies its gradients by before they travel."""
         self._used_unit = self.unit
         weight = self._now if self.base is None else self.base
         if weight == self.unit == 1.0:
@@ -127,7 +127,7 @@ class Weighting:
         return mean_scale(self._size * self.k * self.unit, self.combine, weight)
 
     def factor(self, headers: Headers) -> float:
-        """What the sum is multiplied by when it is back."""
+        """Return what the sum is multiplied by when it is back."""
         total = headers.total_weight
         if self.combine == "sum" or total == 0:
             return 1.0
@@ -156,7 +156,7 @@ class MicroBatches:
         self._heavier: list[tuple[GradEntry, torch.Tensor]] = []  # what is there, while lighter ones are aside
 
     def set_weight(self, weight: float, micro_batches: int, backwards: int) -> None:
-        """What comes counts so much; so many micro-batches of the window are done, and backwards of the step."""
+        """Count so much what comes; so many micro-batches of the window are done, and backwards of the step."""
         if self._weighting.k == 1:  # under no_sync(): what lies between two calls counts as one
             micro_batches = self._weighting.num_closed + (backwards > self._weighed_at)
         self._weighed_at = backwards

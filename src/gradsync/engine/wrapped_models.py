@@ -1,4 +1,4 @@
-"""What is attached must not be wrapped: DistributedDataParallel would average its gradients once more.
+"""The refusal of a wrapper around what is attached: DistributedDataParallel would average its gradients once more.
 
 Seen where the wrapper takes the model in, by PyTorch's own hook on the registration of modules; and, if the wrapper was
 there before, in the first forward that comes through it.

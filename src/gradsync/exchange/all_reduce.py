@@ -124,7 +124,7 @@ def _reduce(
     op: Op,
     label: bytes,
 ) -> None:
-    """Which way it goes depends only on what the label says and all ranks share: they must go the same way."""
+    """Sum it by a way that depends only on what the label says and all ranks share: they must go the same way."""
     lane = cache.lane
     scale = mean_scale(lane.groups.size, op)
     if lane.one_host and tensor.is_cpu and isinstance(algorithm, SharedMemory | None):
@@ -219,7 +219,7 @@ def _checked_label(
     compress: Compressor | None,
     device_type: str,
 ) -> bytes:
-    """What ranks compare before any data moves; or the reason why such a call makes no sense."""
+    """Return what ranks compare before any data moves; or raise, with the reason why such a call makes no sense."""
     if op not in ("mean", "sum"):
         raise ValueError(f'op must be "mean" or "sum", got {op!r}')
     if dtype == torch.bool:

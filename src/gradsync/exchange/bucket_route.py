@@ -57,7 +57,7 @@ class RoutedBucket(CodedBucket):
 
 
 def codec_rounds(flat_bucket: FlatBucket, bucket: CodedBucket, place: Callable[[int], str]) -> Rounds:
-    """What a bucket's codec yields for it; what its code raises, now or in a step, is told as its own."""
+    """Yield what a bucket's codec yields for it; what its code raises, now or in a step, is told as its own."""
     codec = flat_bucket.choice.codec
     assert codec is not None
 
@@ -91,7 +91,7 @@ class PreparedRound(NamedTuple):
 
 
 def prepared_rounds(rounds: Rounds, rank: int) -> list[PreparedRound]:
-    """What a codec yields, round by round, with the copies that are needed."""
+    """Return what a codec yields, round by round, with the copies that are needed."""
     prepared, what, computing = [], "", list[Callable[[int], object]]()
     for stage in rounds:
         if not isinstance(stage, _STAGES):
@@ -120,7 +120,7 @@ def _copies(stage: object, rank: int) -> tuple[list[Callable[[int], object]], li
 
 
 class BucketRoute:
-    """How one bucket travels: made once, run in every step."""
+    """The way in which one bucket travels: made once, run in every step."""
 
     def __init__(
         self,

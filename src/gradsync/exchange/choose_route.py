@@ -40,7 +40,7 @@ class UnfitAlgorithm(ValueError):
 
 
 class RouteTable(NamedTuple):
-    """How tensors of a device type take each kind of algorithm; what is missing goes by the backend."""
+    """The routes of a device type, by kind of algorithm; what is missing goes by the backend."""
 
     by_device: dict[str, dict[type, SumRoute]]
     cluster: Cluster | None  # to choose by, where there is a choice

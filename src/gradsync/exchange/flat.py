@@ -80,7 +80,7 @@ class Item(NamedTuple):
 
     @property
     def param(self) -> Param:
-        """What a compressor is told: the dimension with the largest stride is the first, as it lies in memory."""
+        """The parameter that a compressor is told of: the dimension with the largest stride first, as in memory."""
         order = sorted(range(len(self.shape)), key=lambda dim: -self.strides[dim])
         return Param(self.name, tuple(self.shape[dim] for dim in order), self.dtype)
 
@@ -117,7 +117,7 @@ def lay_out(items: Sequence[Item], align_nbytes: int = _ITEM_NBYTES) -> FlatLayo
 
 
 def pack_items(items: Sequence[Item], limit: float, choose: Choose) -> list[tuple[list[int], Choice]]:
-    """Which items travel together, by number: of one dtype, device and choice, closed when they reach `limit` bytes.
+    """Return which items travel together, by number: of one dtype, device and choice, closed when at `limit` bytes.
 
     PowerSGD takes like shapes that lie together as one batch, so what is compressed is sorted by shape.
     """
@@ -142,7 +142,7 @@ def cut_bytes(
 
 
 def sum_nbytes(forms: Sequence[Form | torch.Tensor], align_nbytes: int = ALIGN_NBYTES) -> int:
-    """What `cut_bytes` needs for these."""
+    """Return how many bytes `cut_bytes` needs for these."""
     return sum(align(form.nbytes, align_nbytes) for form in forms)
 
 
@@ -164,7 +164,7 @@ def carve(team: Team, forms: list[Form], shared: list[bool]) -> list[torch.Tenso
 
 
 class FlatBucket:
-    """What travels together, and what its compressor keeps for it between steps."""
+    """The gradients that travel together, and what their compressor keeps for them between steps."""
 
     def __init__(self, index: int, flat: torch.Tensor, items: list[Item], choice: Choice = EXACT) -> None:
         self.index = index
@@ -198,12 +198,12 @@ class FlatBucket:
 
     @cached_property
     def raw_nbytes(self) -> int:
-        """What its items take, without the gaps between them."""
+        """The bytes that its items take, without the gaps between them."""
         return sum(item.param.nbytes for item in self.items)
 
     @property
     def payload_nbytes(self) -> int:
-        """What one rank's payload takes, as its compressor claims."""
+        """The bytes that one rank's payload takes, as its compressor claims."""
         if self.choice.codec is None:
             return self.nbytes
         return sum(self.choice.nbytes(item.param) for item in self.items)
@@ -213,7 +213,7 @@ class FlatBucket:
         return f"bucket {self.index}"
 
     def describe(self) -> str:
-        """What the bucket is, for people, with the first names."""
+        """Say what the bucket is, for people, with the first names."""
         names = [item.name for item in self.items]
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         return f"{self.what} ({shown})"

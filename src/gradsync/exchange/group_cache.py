@@ -1,4 +1,4 @@
-"""What stands ready for single tensors: one lane per process group, made by the first call, kept while it lives.
+"""A cache of what single tensors need: one lane per process group, made by the first call, kept while it lives.
 
 `gs.all_reduce` and `gs.shared_empty` may be called without any model attached. The first call on a group makes
 groups of our own for it, as `attach` does, so nothing we send can meet what the user sends.
@@ -38,7 +38,7 @@ class GroupCache:
         self._pipelines: dict[torch.device, Pipeline] = {}
 
     def exact(self, parent: dist.ProcessGroup, device: torch.device, algorithm: Algorithm | None) -> ExactSum:
-        """How tensors on this device are summed; every rank asks for the same, at once."""
+        """Return what sums tensors on this device; every rank asks for the same, at once."""
         key = (device, algorithm)
         if key not in self._exacts:
             self._exacts[key] = ExactSum(self.lane, parent, algorithm, [device])
@@ -47,7 +47,7 @@ class GroupCache:
     def compressed(
         self, parent: dist.ProcessGroup, device: torch.device, algorithm: Algorithm | None, compressor: Compressor
     ) -> CompressedSum:
-        """How tensors on this device are summed compressed; every rank asks for the same, at once."""
+        """Return what sums tensors on this device compressed; every rank asks for the same, at once."""
         key = (device, algorithm, compressor)
         if key not in self._compressed:
             if len(self._compressed) == _MAX_COMPRESSED:
@@ -62,7 +62,7 @@ _caches: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupCache] = weakref.Weak
 
 
 def group_cache(group: dist.ProcessGroup) -> GroupCache:
-    """What stands ready for the members of `group`; every member calls this at once the first time."""
+    """Return what stands ready for the members of `group`; every member calls this at once the first time."""
     found = _caches.get(group)
     if found is None:
         with _making:  # threads may come to the first call at once

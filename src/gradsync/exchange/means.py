@@ -1,4 +1,4 @@
-"""How a sum over the ranks becomes a mean: each rank brings its part of it.
+"""The way from a sum over the ranks to a mean: each rank brings its part of it.
 
 It is scaled before the sum, by `mean_scale`, for in half types the sum might overflow. Buckets are scaled as they are
 filled; tensors that travel seldom, in flat copies: `average` and `level`.
@@ -19,7 +19,7 @@ from gradsync.transport.lane import Lane
 
 
 def mean_scale(size: float, op: Literal["mean", "sum"] = "mean", weight: float = 1.0) -> float:
-    """What a rank multiplies its own by, so that the sum over `size` ranks is their mean; a sum stays one.
+    """Return what a rank multiplies its own by, so that the sum over `size` ranks is their mean; a sum stays one.
 
     >>> mean_scale(4), mean_scale(4, weight=3.0), mean_scale(4, "sum")
     (0.25, 0.75, 1.0)

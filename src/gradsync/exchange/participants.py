@@ -1,4 +1,4 @@
-"""Who takes part in a round of compressed data, and by which way it goes: everybody, or one rank of each host.
+"""The ranks that take part in a round of compressed data, and their way: everybody, or one rank of each host.
 
     AllRanks    sums ride the plan's algorithm; on one host payloads are gathered in shared memory
     Leaders     the first rank of each host, over a channel of their own: what `across_hosts` needs
@@ -29,7 +29,7 @@ from gradsync.transport.shared_memory import Team, label_of
 
 
 class Members(Protocol):
-    """Who takes part, and the memory that suits their rounds; every rank of the group asks for it at once."""
+    """The ranks that take part, and memory that suits their rounds; every rank of the group asks for it at once."""
 
     size: int
     rank: int  # this one's index among them
@@ -49,7 +49,7 @@ class Participants(Members, Protocol):
         """Start adding up `flat`, in place."""
 
     def sum_share(self, form: Form) -> float:
-        """How many of its bytes this rank sends over a network, as a factor."""
+        """Return how many of its bytes this rank sends over a network, as a factor."""
 
     def sum_way(self, form: Form) -> str:
         """The algorithm by which such a tensor is added up."""
@@ -168,7 +168,7 @@ def _row_bounds(num_rows: int, nbytes: int) -> Bounds:
 
 
 def _words(tensor: torch.Tensor, bucket: int) -> tuple[str, int, int]:
-    """How a pending is named."""
+    """Return how a pending is named."""
     return f"bucket {bucket}", tensor.numel() * tensor.element_size(), bucket
 
 

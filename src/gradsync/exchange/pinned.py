@@ -46,7 +46,7 @@ class StagedPayload(Payload):
         torch.cuda.current_stream(self.tensor.device).synchronize()
 
     def copy_to_device(self) -> None:
-        """What arrived goes back, in the order of the stream."""
+        """Copy what arrived back, in the order of the stream."""
         self.tensor.copy_(self.sent, non_blocking=True)
 
 

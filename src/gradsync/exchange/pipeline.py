@@ -37,7 +37,7 @@ class _UnderWay(NamedTuple):
 
 
 class Pipeline:
-    """What takes buckets and runs them: on `lane_thread`, or in the caller itself if there is none."""
+    """A pipeline that takes buckets and runs them: on `lane_thread`, or in the caller itself if there is none."""
 
     def __init__(self, lane_thread: LaneThread | None, device: torch.device) -> None:
         self._lane_thread = lane_thread
@@ -75,7 +75,7 @@ class Pipeline:
             self._lane_thread.take(LaneTask(run, "the exchange", 0, -1))
 
     def _give_up(self, error: Exception, newest: Promise | None) -> None:
-        """Neither what is under way nor what is to come arrives: the stream itself has failed, say."""
+        """Give up what is under way and what is to come, none of which arrives: the stream itself has failed, say."""
         first, self._broken = self._broken, self._broken or error
         waiting = [each.delivery for each in self._under_way] + ([] if newest is None else [newest])
         self._under_way = []
@@ -83,7 +83,7 @@ class Pipeline:
             delivery.finish(error if first is None else _again(first))
 
     def on_stream(self) -> AbstractContextManager[object]:
-        """What an exchange launches inside goes to its stream; on a CPU there is none."""
+        """Let what an exchange launches inside go to the pipeline's stream; on a CPU there is none."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _begin(self, rounds: PendingRounds, delivery: Promise) -> None:
@@ -132,7 +132,7 @@ def _await(pending: Pending) -> None:
 
 
 def _between(rounds: PendingRounds, ready: torch.cuda.Event, done: torch.cuda.Event) -> PendingRounds:
-    """These rounds on the current stream, after one event and before another."""
+    """Do these rounds on the current stream, after one event and before another."""
     torch.cuda.current_stream().wait_event(ready)
     yield from rounds
     done.record()

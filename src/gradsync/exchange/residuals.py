@@ -1,4 +1,4 @@
-"""What compressors keep between steps, by parameter name, so that it survives another division into buckets."""
+"""The state that compressors keep between steps, by parameter name: it survives another division into buckets."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from gradsync.exchange.flat import FlatBucket, Item
 
 
 class KeptState(NamedTuple):
-    """What one rank keeps: no other rank has the same residuals."""
+    """The state that one rank keeps: no other rank has the same residuals."""
 
     residuals: dict[str, torch.Tensor]  # in the parameter's shape, fp32
     factors: dict[str, torch.Tensor]  # what else codecs keep: PowerSGD's Q
 
 
 def begin(flat_buckets: Iterable[FlatBucket]) -> KeptState:
-    """What is kept before the first compressed step: residuals of zero, and what codecs start with."""
+    """Return what is kept before the first compressed step: residuals of zero, and what codecs start with."""
     kept = KeptState({}, {})
     for flat_bucket in flat_buckets:
         codec, device = flat_bucket.choice.codec, flat_bucket.flat.device

@@ -46,11 +46,11 @@ class SumRoute(Protocol):
 
     @property
     def sent_share(self) -> float:
-        """How many of a tensor's bytes this rank sends over a network, as a factor."""
+        """The share of a tensor's bytes that this rank sends over a network, as a factor."""
 
     @property
     def sums_in_team_memory(self) -> bool:
-        """Whether a tensor that lies there is summed where it lies, wholly or in part."""
+        """True if a tensor in team memory is summed where it lies, wholly or in part."""
 
     def launch(self, flat: torch.Tensor, bucket: int) -> Pending:
         """Start; `flat` holds the sum when the pending is settled."""
@@ -179,7 +179,7 @@ _NUM_PARTS = 3  # under way at a time
 
 
 class _Division(NamedTuple):
-    """How parts of one size are divided: where each local rank's block lies, and what crosses between hosts."""
+    """The division of parts of one size: where each local rank's block lies, and what crosses between hosts."""
 
     bounds: Bounds
     program: Program

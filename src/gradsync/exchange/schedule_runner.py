@@ -68,7 +68,7 @@ class Message(NamedTuple):
     add: bool
 
     def meets(self, other: Message) -> bool:
-        """Whether the two have elements in common."""
+        """Return whether the two have elements in common."""
         return self.start < other.stop and other.start < self.stop
 
 
@@ -91,7 +91,7 @@ class RoundPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What one rank does in each round, for tensors of one size; made by `compile`."""
+    """The work of one rank in each round, for tensors of one size; made by `compile`."""
 
     rank: int
     numel: int
@@ -103,7 +103,7 @@ class Program:
     def compile(
         cls, schedule: Schedule, rank: int, numel: int, itemsize: int, piece_nbytes: int = PIECE_NBYTES
     ) -> Program:
-        """This rank's part of a schedule, which may be only a part of an all-reduce.
+        """Return this rank's part of a schedule, which may be only a part of an all-reduce.
 
         Chunks that follow each other from one rank to another are one message. Messages are cut into pieces, none
         below `piece_nbytes` unless the whole message is. All ranks must compile with equal arguments, `rank` apart.
@@ -221,7 +221,7 @@ def _post(step: RoundPart, flat: torch.Tensor, scratch: torch.Tensor, channel: G
 
 
 def _run_on_stream(program: Program, flat: torch.Tensor, channel: NcclChannel) -> None:
-    """All of a round is one batch, and everything after it is after its sends too."""
+    """Run every round as one batch; everything after it is after its sends too."""
     scratch = flat.new_empty(program.scratch_numel)
     for step in program.steps:
         channel.batch(flat.device, partial(_issue, step, flat, scratch, channel))
@@ -302,7 +302,7 @@ def _step(number: int, messages: list[Message], rank: int, shortest: int, before
 
 
 def _ready(sends: list[Message], before: tuple[Arrival, ...]) -> tuple[int, ...]:
-    """How many of the arrivals before it each send needs; one never leaves before an earlier one."""
+    """Return how many of the arrivals before it each send needs; one never leaves before an earlier one."""
     needs = (max((n for n, a in enumerate(before, 1) if a.message.meets(send)), default=0) for send in sends)
     return tuple(accumulate(needs, max))
 

@@ -1,4 +1,4 @@
-"""How buckets travel under a plan: each by the rounds that its compressor needs, all in one order.
+"""The way of buckets under a plan: each by the rounds that its compressor needs, all in one order.
 
     bucket ─▶ FlatBucket ─▶ its route: as it is, or the rounds of its codec, perhaps across hosts only ─▶ Pipeline
                                                                                         audited now and then
@@ -36,7 +36,7 @@ from gradsync.transport.pending import Pending, Promise
 def audited(
     rounds: PendingRounds, flat_bucket: FlatBucket, everybody: Participants, tally: Tally, step: int
 ) -> PendingRounds:
-    """These rounds, and after them one more for the exact sum."""
+    """Do these rounds, and after them one more for the exact sum."""
     exact_sum = flat_bucket.flat.clone()
     yield from rounds
     yield everybody.sum(exact_sum, flat_bucket.index)
@@ -44,7 +44,7 @@ def audited(
 
 
 class GradientExchange(NamedTuple):
-    """What gradients travel by."""
+    """The parts by which gradients travel."""
 
     lane: Lane
     exact: ExactSum
@@ -90,12 +90,12 @@ class Sender:
             self._leaders = Leaders(lane, parent, travel_device(device, on_host))
 
     def choose(self, param: Param) -> Choice:
-        """How this parameter's gradient is to travel; the same on every rank."""
+        """Return how this parameter's gradient is to travel; the same on every rank."""
         choice = EXACT if self._compress is None else self._compress.choose(param)
         return EXACT if choice.across and len(self._lane.hosts) == 1 else choice
 
     def prepare(self, flat_buckets: list[FlatBucket], compress: bool) -> None:
-        """These buckets will travel from now on; every rank calls this at once. What was kept for others moves over.
+        """Let these buckets travel from now on; every rank calls this at once. What was kept for others moves over.
 
         `compress` False: not yet.
         """
@@ -103,7 +103,7 @@ class Sender:
         self.add(flat_buckets, compress)
 
     def add(self, flat_buckets: list[FlatBucket], compress: bool = True) -> None:
-        """These buckets travel too from now on, and begin with what waits for them; every rank calls this at once."""
+        """Let these buckets travel too, beginning with what waits for them; every rank calls this at once."""
         self.flat_buckets = self.flat_buckets + flat_buckets
         self._exact_routes, self._sums = {}, {}
         # What holds nothing has nothing to compress.
@@ -116,7 +116,7 @@ class Sender:
             self._routes[flat_bucket.index] = self._route(flat_bucket)
 
     def remove(self, flat_buckets: list[FlatBucket]) -> None:
-        """These buckets travel no more; what was kept for them waits."""
+        """Let these buckets travel no more; what was kept for them waits."""
         now, gone = collect(flat_buckets), {flat_bucket.index for flat_bucket in flat_buckets}
         self._waiting = KeptState(self._waiting.residuals | now.residuals, self._waiting.factors | now.factors)
         self.flat_buckets = [flat_bucket for flat_bucket in self.flat_buckets if flat_bucket.index not in gone]
@@ -172,7 +172,7 @@ class Sender:
         return self._send(flat_bucket, rounds, flat_bucket.payload_nbytes, step)
 
     def flush(self) -> None:
-        """All buckets of this step are under way: see each to its end."""
+        """Bring each bucket of this step to its end: all are under way."""
         if self.goes_in_rounds:
             self._pipeline.flush()
 
@@ -207,7 +207,7 @@ class Sender:
     # Which way
 
     def _encodes(self, choice: Choice) -> bool:
-        """Whether this rank encodes anything: across hosts only one of each host does."""
+        """Return whether this rank encodes anything: across hosts only one of each host does."""
         return not choice.across or self._leaders.rank >= 0
 
     def _route(self, flat_bucket: FlatBucket) -> BucketRoute:
@@ -226,7 +226,7 @@ class Sender:
 
 
 def _dated(rounds: PendingRounds, lane: Lane, step: int) -> PendingRounds:
-    """These rounds, each belonging to the step in which the first began."""
+    """Do these rounds, each belonging to the step in which the first began."""
     while True:
         with lane.at_step(step):
             try:

@@ -59,7 +59,7 @@ MAX_BLOCK = 1 << 16  # an index in a block has 16 bits
 
 
 class Method(IntEnum):
-    """How a block is coded; see [Codes]."""
+    """The method by which a block is coded; see [Codes]."""
 
     INT8 = 0
     INT4 = 1
@@ -68,7 +68,7 @@ class Method(IntEnum):
 
 
 class Mode(IntEnum):
-    """What becomes of what a code loses; see [Residuals]."""
+    """The way to treat what a code loses; see [Residuals]."""
 
     NONE = 0
     FEEDBACK = 1

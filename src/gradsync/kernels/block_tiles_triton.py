@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""What the kernels of block codes on a GPU share: numbers of the format, and tiles that are read and written.
+"""The parts that GPU kernels of block codes share: numbers of the format, and tiles that are read and written.
 
 Note [Same bits]
     Kernels are launched with `enable_fp_fusion=False`, divide with `div_rn`, and look for the largest among bit
@@ -52,7 +52,7 @@ def rows_of(rows, num_blocks, ROWS: tl.constexpr):
 
 @triton.jit
 def order(length, METHOD: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr):
-    """Which element of its block is at each place of a tile: halves of bytes lie half a body apart."""
+    """Return which element of its block is at each place of a tile: halves of bytes lie half a body apart."""
     column = tl.arange(0, WIDTH)[None, :]
     if METHOD == INT4 and not WHOLE:
         half = ((length + 31) // 32 * 16)[:, None]
@@ -75,7 +75,7 @@ def num_columns(length, METHOD: tl.constexpr):
 
 @triton.jit
 def is_plain(start, length, BLOCK: tl.constexpr):
-    """Whether blocks are whole and on a border; see [Whole tiles]."""
+    """Return whether blocks are whole and on a border; see [Whole tiles]."""
     return ((length == BLOCK) & (start % 16 == 0)).to(tl.int32)
 
 

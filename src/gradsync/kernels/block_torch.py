@@ -1,4 +1,4 @@
-"""What the kernels of block codes compute, in torch on any device: see Note [Codes] in `block_kernels`."""
+"""The results that the kernels of block codes compute, in torch on any device: see Note [Codes] in `block_kernels`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Group(NamedTuple):
 
 
 class _Coded(NamedTuple):
-    """What blocks became: bytes, and the values that a receiver will see."""
+    """The blocks as coded: bytes, and the values that a receiver will see."""
 
     head: Tensor
     body: Tensor

@@ -14,7 +14,7 @@ _TILES = 4  # of a program
 
 
 def launch(words: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """What `digest.launch` does, on a GPU."""
+    """Do what `digest.launch` does, on a GPU."""
     total = torch.full((1,), nbytes, dtype=torch.int64, device=words.device)
     if words.numel():
         grid = (triton.cdiv(words.numel(), _BLOCK * _TILES),)

@@ -30,7 +30,7 @@ CODES = {dtype: code for code, dtype in enumerate(DTYPES)} | {torch.uint8: DTYPE
 
 
 class OpKind(IntEnum):
-    """What an operation does; see native/team.c."""
+    """The kind of an operation; see native/team.c."""
 
     SMALL = 0
     DIRECT = 1
@@ -42,7 +42,7 @@ class OpKind(IntEnum):
 
 
 class Progress(IntEnum):
-    """How far an operation came."""
+    """The progress of an operation."""
 
     DONE = 0
     PENDING = 1

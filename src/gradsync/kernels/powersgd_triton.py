@@ -26,7 +26,7 @@ _HELD = 4096  # elements of p in the registers of a program of `orthogonalize`
 
 
 def project(grad: torch.Tensor, residual: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """What `powersgd_kernels.project` does, on a GPU."""
+    """Do what `powersgd_kernels.project` does, on a GPU."""
     batch, m, n = grad.shape
     p = q.new_empty(batch, m, q.shape[2])
     tile = _tile(q.shape[2], max(_SUMS // triton.next_power_of_2(q.shape[2]), 1))
@@ -36,7 +36,7 @@ def project(grad: torch.Tensor, residual: torch.Tensor, q: torch.Tensor) -> torc
 
 
 def project_back(residual: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """What `powersgd_kernels.project_back` does, on a GPU. Parts are added in one order, whichever is done first."""
+    """Do what `powersgd_kernels.project_back` does, on a GPU. Parts are added in one order, whichever is done first."""
     batch, m, n = residual.shape
     num_parts = triton.cdiv(m, _PART)
     parts = p.new_empty(num_parts, batch, p.shape[2], n)
@@ -50,7 +50,7 @@ def project_back(residual: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
 def restore(
     grad: torch.Tensor, residual: torch.Tensor, p: torch.Tensor, q_own: torch.Tensor, q_sum: torch.Tensor
 ) -> None:
-    """What `powersgd_kernels.restore` does, on a GPU."""
+    """Do what `powersgd_kernels.restore` does, on a GPU."""
     batch, m, n = grad.shape
     largest = torch.linalg.vector_norm(p, torch.inf, dim=(1, 2))  # NaN if there is one
     grid = (triton.cdiv(n, _COLUMNS), triton.cdiv(m, _STRIP), batch)
@@ -58,7 +58,7 @@ def restore(
 
 
 def orthogonalize(p: torch.Tensor, vanished: float) -> None:
-    """What `powersgd_kernels.orthogonalize` does, on a GPU. A program has a matrix."""
+    """Do what `powersgd_kernels.orthogonalize` does, on a GPU. A program has a matrix."""
     batch, m, rank = p.shape
     padded = triton.next_power_of_2(rank)
     rows = max(_HELD // padded, 16)

@@ -1,4 +1,4 @@
-"""What the C kernels compute, in torch: the tests compare them bit for bit."""
+"""The results of the C kernels, computed in torch: the tests compare them bit for bit."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ _ELEMENTS_PER_WARP = 1024
 def encode(
     block: int, flat: torch.Tensor, residual: torch.Tensor, table: BlockTable, payload: torch.Tensor, mode: Mode
 ) -> None:
-    """What `block_kernels.encode` does for top-k, on a GPU."""
+    """Do what `block_kernels.encode` does for top-k, on a GPU."""
     arguments = (flat, residual, table.rows, payload)
     lanes = min(block // 4, 32 * _num_warps(block))
     shape = {"BLOCK": block, "WIDTH": max(block, 32), "LANES": lanes, "num_warps": _num_warps(block)}
@@ -54,7 +54,7 @@ def encode(
 
 
 def decode(block: int, payloads: torch.Tensor, table: BlockTable, flat: torch.Tensor) -> None:
-    """What `block_kernels.decode` does. Half types are summed in fp32 elsewhere: no block is in registers here."""
+    """Do what `block_kernels.decode` does. Half types are summed in fp32 elsewhere: no block is in registers here."""
     sums = flat if flat.dtype == torch.float32 else torch.empty_like(flat, dtype=torch.float32)
     arguments = (payloads, len(payloads), payloads.stride(0), table.rows, flat, sums)
     _decode_kernel[(len(table.rows),)](*arguments, BLOCK=block, ROUND=sums is not flat, num_warps=_num_warps(block))
@@ -161,7 +161,7 @@ def _choose(pairs, low, high, kept):
 
 @triton.jit
 def _first(words, above, kept):
-    """All of `above`, and of the others in `words` the first, as many as are missing."""
+    """Return all of `above`, and of the others in `words` the first, as many as are missing."""
     equal = words ^ above
     number = _count_bits(equal)
     missing = kept - tl.sum(_count_bits(above), 0) - (tl.cumsum(number, 0) - number)

@@ -23,7 +23,7 @@ from gradsync.transport.sockets import cut
 
 @dataclass
 class AbandonedLane:
-    """What a lane leaves."""
+    """The groups, threads and operations that a lane leaves behind."""
 
     under_way: deque[Pending]
     groups: Groups
@@ -35,7 +35,7 @@ class AbandonedLane:
 
     @property
     def at_rest(self) -> bool:
-        """Whether nothing is under way."""
+        """True if nothing is under way."""
         return all(pending.landed(0) for pending in list(self.under_way))
 
     def wind_up(self) -> None:

@@ -52,5 +52,5 @@ class AwakeClock:
         return self.seconds - self.look()
 
     def over(self) -> bool:
-        """Whether the bound has passed; looks."""
+        """Look, and return whether the bound has passed."""
         return self.look() >= self.seconds

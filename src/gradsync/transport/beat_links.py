@@ -64,7 +64,7 @@ class _Inbox:
         self._work = neighbour.channel.recv(self._tensor, neighbour.place, tag)
 
     def content(self) -> bytes | None:
-        """What came, if all of it is here."""
+        """Return the message that came, None until all of it is here."""
         magic, checksum = _START.unpack_from(self._text)
         if magic not in (_FRAME, _TOKEN):
             return None
@@ -125,7 +125,7 @@ class _Link:
                 self._urgent.append(self._send(_FRAME, rest, _LAST_WORDS_TAG))
 
     def _newer(self, text: bytes) -> bytes | None:
-        """What a frame says, if nothing said later was heard."""
+        """Return what a frame says, None if something said later was heard."""
         number, *_ = _REST.unpack_from(text)
         if number <= self._latest:
             return None
@@ -137,7 +137,7 @@ class _Link:
             self._last_words = _Inbox(self.neighbour, _FRAME_NBYTES, _LAST_WORDS_TAG)
 
     def vouched(self) -> bool:
-        """Whether a token has come that we had asked for."""
+        """Return whether a token has come that we had asked for."""
         if self._asked is None or self._asked.content() is None:
             return False
         self._asked = None
@@ -222,7 +222,7 @@ class BeatLinks:
 
 
 def tokens_for(timeout: float, dead_after: float) -> int:
-    """How many will be asked for while a rank may be late: see `Speaker.doubtful`.
+    """Return how many tokens are asked for while a rank may be late: see `Speaker.doubtful`.
 
     >>> tokens_for(60, 10), tokens_for(600, 10), tokens_for(1e7, 1)
     (18, 52, 250)

@@ -1,4 +1,4 @@
-"""Who is to blame, as pure functions of what was seen.
+"""A judgement of who is to blame, as pure functions of what was seen.
 
 Blame goes to who is dead, silent or late, never to who reported. A rank that gives up writes whom it holds
 responsible, and the others take that over instead of blaming it when it exits:
@@ -37,11 +37,11 @@ class PeerView(NamedTuple):
 
     @property
     def stopped(self) -> bool:
-        """Whether it takes part no more: gone, left, or gave up."""
+        """True if it takes part no more: gone, left, or gave up."""
         return self.gone or self.state.phase == Phase.LEFT or self.state.phase in _GAVE_UP
 
     def excused(self, step: int) -> bool:
-        """Whether it may have stopped for a reason that lies with others, or after this step was done."""
+        """Return whether it may have stopped for a reason that lies with others, or after this step was done."""
         return self.state.phase == Phase.LEFT or self.state.phase in _GAVE_UP or self.state.step > step
 
 
@@ -90,7 +90,7 @@ def blame(views: PeerViews, suspects: Iterable[int], step: int, size: int | None
 
 
 def is_lost(views: PeerViews, rank: int) -> bool:
-    """Whether the rank will never come, as opposed to: it is late."""
+    """Return whether the rank will never come, as opposed to: it is late."""
     view = views.get(rank)
     reported = any(s.state.phase == Phase.LOST_PEER and rank in s.state.culprits for s in views.values())
     return reported or (view is not None and view.stopped)
@@ -103,7 +103,7 @@ def unheard(views: PeerViews) -> tuple[list[int], float]:
 
 
 def way_out(views: PeerViews, ranks: Iterable[int]) -> str:
-    """What to do when these ranks take part no more: who ended in good order has no batches left, most likely."""
+    """Say what to do when these ranks take part no more: who ended in good order has no batches left, most likely."""
     if all(rank in views and views[rank].state.phase == Phase.LEFT for rank in ranks):
         return f"It ended by itself: {JOIN}. Otherwise see its own log; a restart alone would end at the same place"
     return (
@@ -112,7 +112,7 @@ def way_out(views: PeerViews, ranks: Iterable[int]) -> str:
 
 
 def describe_peer(view: PeerView, name: str, pid: int | None, lost: bool) -> str:
-    """What became of one rank, as part of a sentence."""
+    """Say what became of one rank, as part of a sentence."""
     state = view.state
     who = f"{name} (pid {pid})" if pid is not None else name
     if state.phase in _GAVE_UP:

@@ -1,4 +1,4 @@
-"""What the kernel's control groups leave to this process, of version 1 or 2: a container's limits, a batch system's.
+"""The limits that the kernel's control groups, version 1 or 2, set this process: a container's, a batch system's.
 
 A group lies within others, and each of them may have a limit; the tightest counts. Where they are is written in
 `/proc/self/cgroup` (which groups) and `/proc/self/mountinfo` (where one can look at them):
@@ -33,7 +33,7 @@ _VERSIONS = {
 
 
 def free_memory_nbytes(proc: Path = _PROC) -> int | None:
-    """What the tightest group still lets this process have; None without a limit."""
+    """Return the bytes that the tightest group still lets this process have; None without a limit."""
     found = [_free(folder, _VERSIONS[version]) for version, folder in folders("memory", proc)]
     return min((free for free in found if free is not None), default=None)
 
@@ -51,7 +51,7 @@ def folders(controller: str, proc: Path = _PROC) -> list[tuple[int, Path]]:
 
 
 def _own_groups(controller: str, proc: Path) -> dict[int, PurePosixPath]:
-    """This process's group in the tree of each version."""
+    """Return this process's group in the tree of each version."""
     own = {}
     for line in _lines(proc / "cgroup"):
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
@@ -86,7 +86,7 @@ def _below(root: PurePosixPath, path: PurePosixPath) -> tuple[str, ...]:
 
 
 def _free(folder: Path, names: _GroupFiles) -> int | None:
-    """What a group's limit leaves; memory for files can be taken back. None if it has no limit, or is not there."""
+    """Return what a group's limit leaves; memory for files can be taken back. None if it has no limit, or is absent."""
     try:
         limit, used = int((folder / names.limit).read_text()), int((folder / names.used).read_text())
         rows = dict(line.split() for line in _lines(folder / "memory.stat"))

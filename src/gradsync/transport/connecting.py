@@ -68,7 +68,7 @@ class Attempt(Promise, Generic[T]):
         self._thread.start()
 
     def end_by(self, break_off: Callable[[], None]) -> None:
-        """What else ends a wait in C."""
+        """Set what else ends a wait in C."""
         self._break_off = break_off
 
     def check(self) -> None:
@@ -123,7 +123,7 @@ class Attempt(Promise, Generic[T]):
             raise self._error
 
     def result(self) -> T:
-        """What was made."""
+        """Return what was made."""
         if self._error is not None:
             raise self._error
         return self._made.pop()

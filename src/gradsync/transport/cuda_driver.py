@@ -26,7 +26,7 @@ def _driver() -> ctypes.CDLL | None:
 
 
 def has_happened(event: int) -> bool:
-    """Whether a CUDA event is over; False too where that cannot be told any more."""
+    """Return whether a CUDA event is over; False too where that cannot be told any more."""
     driver = _driver()
     return driver is not None and driver.cuEventQuery(event) == _SUCCESS
 

@@ -143,7 +143,7 @@ class Groups:
             channel.abort()
 
     def alive(self) -> torch.Tensor | None:
-        """What tells the GPU of this rank whether sums may be trusted; None where all is on the host."""
+        """The tensor that tells this rank's GPU whether sums may be trusted; None where all is on the host."""
         return next((channel.alive for channel in self.on_streams), None)
 
     @property
@@ -153,7 +153,7 @@ class Groups:
 
     @property
     def on_host(self) -> bool:
-        """Whether no channel is a stream's affair."""
+        """True if every channel works on the host, none on a stream."""
         return all(channel.on_host for channel in (self.first, *self.data.values()) if channel is not None)
 
     def meeting_place(self) -> Store:
@@ -251,7 +251,7 @@ def _backend_for(group: dist.ProcessGroup, device_type: str) -> str:
 
 
 def is_on_host(group: dist.ProcessGroup, device_type: str) -> bool:
-    """Whether collectives of such tensors block the host (gloo), or run on a stream (nccl)."""
+    """Return whether collectives of such tensors block the host (gloo) instead of running on a stream (nccl)."""
     return _backend_for(group, device_type) == "gloo"
 
 

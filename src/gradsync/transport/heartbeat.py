@@ -50,7 +50,7 @@ class Phase(enum.IntEnum):
 
 
 class RankState(NamedTuple):
-    """What a rank says of itself."""
+    """The state that a rank says it is in."""
 
     beat: int
     step: int

@@ -1,4 +1,4 @@
-"""How a rank finds out who shares its host, and who does not come: in rounds through a store, as a generator.
+"""The rounds through a store in which a rank finds out who shares its host, and who does not come; a generator.
 
     block   set record ─ see the block's ─┐           ┌─ see the records of mates of other blocks ─ set whom I miss ─┐
     all                                   └ host map ─┘                                      hosts that are broken ──┘
@@ -30,7 +30,7 @@ _LOOK_S, _RANKS_PER_LOOK_S = 1.0, 1024  # between two looks at other blocks: the
 
 
 class Bound(Protocol):
-    """How long to wait, in time awake; an `AwakeClock`, or a simulation's."""
+    """The time to wait, as time awake; an `AwakeClock`, or a simulation's."""
 
     seconds: float
 
@@ -39,19 +39,19 @@ class Bound(Protocol):
 
 
 class Sight(Protocol):
-    """What a rank shows of itself and sees of others, by index in the group."""
+    """The view between ranks: what one shows of itself and sees of others, by index in the group."""
 
     def state(self) -> bytes:
-        """What it says of itself, for those out of view."""
+        """Return what it says of itself, for those out of view."""
 
     def record(self) -> bytes:
-        """What it is found by; the first bytes say its host."""
+        """Return what it is found by; the first bytes say its host."""
 
     def look(self, records: dict[int, bytes]) -> tuple[set[int], list[int]]:
-        """Who of these ranks of its host is in view from here on, and whose process has ended."""
+        """Return who of these ranks of its host is in view from here on, and whose process has ended."""
 
     def have_ended(self, ranks: Sequence[int]) -> list[int]:
-        """Those whose process is known to have ended though they did not come."""
+        """Return those whose process is known to have ended though they did not come."""
 
     def hear(self, ranks: Sequence[int]) -> None:
         """Listen to these, which are out of view, and be heard: from here on, by the store."""
@@ -92,7 +92,7 @@ class HostDiscovery:
         return True
 
     def all_know(self, lost: Sequence[int]) -> bool:
-        """Whether every other rank has left word of these too: then none needs to read it any more."""
+        """Return whether every other rank has left word of these too: then none needs to read it any more."""
         return self._store.add(f"{FAULT}/told", 0) >= len(self._ranks) - len(set(lost))
 
     def _find(self) -> Iterator[Awaited]:
@@ -189,7 +189,7 @@ class HostDiscovery:
             raise self._out_of_patience(ranks, came)
 
     def _look_at_others(self, awaited: Awaited) -> tuple[list[int], bool]:
-        """Who keeps all others waiting, and whether they have come at least."""
+        """Return who keeps all others waiting, and whether they have come at least."""
         missing, holding, left = self.tree.laggards(awaited.kind)
         came = awaited.kind != RECORDS or not missing
         if awaited.kind == RECORDS:

@@ -1,4 +1,4 @@
-"""Who shares a host, in few bytes: what ranks of a block found joins with what other blocks found. Pure.
+"""The map of who shares a host, in few bytes: a block's ranks joined with what other blocks found. Pure.
 
 Ranks are said as progressions, and hosts that look alike once: so hosts of equally many ranks in order, or dealt out
 in turns, take a line however many they are.
@@ -30,11 +30,11 @@ class HostMap:
 
     @cached_property
     def number(self) -> dict[int, int]:
-        """Which host each rank is on."""
+        """The number of each rank's host."""
         return {rank: number for number, host in enumerate(self.hosts) for rank in host}
 
     def mates(self, rank: int) -> tuple[int, ...]:
-        """Who shares its host, itself included."""
+        """Return the ranks of its host, itself included."""
         return self.hosts[self.number[rank]]
 
     def without(self, broken: Iterable[int]) -> HostMap:
@@ -66,7 +66,7 @@ def together(identities: Mapping[int, bytes]) -> HostMap:
 
 
 def summary(identities: Mapping[int, bytes]) -> bytes:
-    """What these ranks say."""
+    """Return the summary of what these ranks say."""
     hosts: dict[str, list[int]] = {}
     for rank in sorted(identities):
         hosts.setdefault(identities[rank].hex(), []).append(rank)
@@ -74,7 +74,7 @@ def summary(identities: Mapping[int, bytes]) -> bytes:
 
 
 def joined(summaries: Sequence[bytes], size: int) -> bytes:
-    """What all of them say."""
+    """Return what all of these summaries say, as one."""
     hosts: dict[str, list[int]] = {}
     for said in summaries:
         table = _load(said)
@@ -129,7 +129,7 @@ def said(ranks: Sequence[int]) -> bytes:
 
 
 def united(parts: Sequence[bytes], size: int) -> bytes:
-    """All numbers of several lists."""
+    """Return all numbers of several lists, as one list."""
     return said(sorted({number for part in parts for number in numbers(part, size)}))
 
 

@@ -1,4 +1,4 @@
-"""How the ranks of a group find each other: by page where they share a host, else through the store.
+"""The meeting of a group's ranks: they find each other by page where they share a host, else through the store.
 
     set record  ─  see records: map the page, or hear of it by the store  ─  say whom I see  ─  all have seen each other
 
@@ -67,7 +67,7 @@ _FAREWELL_S = 1.5  # for others to read why rank 0 gives up, before the store en
 
 
 class GroupMeeting:
-    """Whom we met, the remote states if anybody is out of view, and who shares a host; filled in while `hold` runs."""
+    """The ranks we met, the remote states if anybody is out of view, and who shares a host; filled in by `hold`."""
 
     def __init__(self, groups: Groups, page: OwnHeartbeat, own: Callable[[], RankState]) -> None:
         self.peers: dict[int, Peer] = {}  # by index in the group; replaced, never changed: another thread reads it

@@ -41,7 +41,7 @@ def look_at(pid: int) -> Process | None:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether there is no such process any more, or only what its parent has yet to read of it."""
+    """Return whether there is no such process any more, or only what its parent has yet to read of it."""
     process = look_at(pid)
     return process is None or process.ended
 
@@ -50,14 +50,14 @@ _known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[int, int]]]
 
 
 def remember(rank: int, pid: int) -> None:
-    """This is the process of that global rank of the default group: it was just seen alive."""
+    """Remember the process of that global rank of the default group: it was just seen alive."""
     world, process = dist.group.WORLD, look_at(pid)
     if world is not None and process is not None:
         _known.setdefault(world, {})[rank] = pid, process.begun
 
 
 def ended(rank: int) -> bool:
-    """Whether the process of that global rank is known to have ended; False also means: cannot tell."""
+    """Return whether the process of that global rank is known to have ended; False also means: cannot tell."""
     world = dist.group.WORLD
     if world is None or (known := _known.get(world, {}).get(rank)) is None:
         return False

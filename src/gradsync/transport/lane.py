@@ -160,7 +160,7 @@ class Lane:
 
     @property
     def one_host(self) -> bool:
-        """Whether the team is the whole group."""
+        """True if the team is the whole group."""
         return bool(self._within_hosts) and len(self.hosts) == 1
 
     def open_team(self, board_nbytes: int) -> None:
@@ -205,7 +205,7 @@ class Lane:
 
     @contextmanager
     def at_step(self, step: int) -> Iterator[None]:
-        """What this thread launches inside belongs to `step`, though the training loop may be further by now."""
+        """Count what this thread launches inside as part of `step`, though the training loop may be further by now."""
         before, self._thread_step.step = getattr(self._thread_step, "step", None), step
         try:
             yield
@@ -279,14 +279,14 @@ class Lane:
         return [bytes(each.numpy()) for each in gathered.rows]
 
     def hear_first(self, row: torch.Tensor, what: str) -> torch.Tensor:
-        """What the first rank brings, on all; every rank brings as many bytes."""
+        """Return what the first rank brings, on all; every rank brings as many bytes."""
         mine = row if self.groups.rank == 0 else torch.zeros_like(row)
         merged = self.merge_all(mine, merge_bits, what)
         self.wait(merged)
         return merge_bits(merged.rows)
 
     def same(self, mine: bytes, what: str = "the agreement between the ranks") -> bool:
-        """Whether all ranks bring the same bytes; all must bring equally many."""
+        """Return whether all ranks bring the same bytes; all must bring equally many."""
         if self.groups.size == 1:
             return True
         merged = self.merge_all(comparable(mine), merge_bits, what)
@@ -295,7 +295,7 @@ class Lane:
 
     @property
     def _has_tree(self) -> bool:
-        """Whether what ranks agree on goes up and down the tree."""
+        """True if what ranks agree on goes up and down the tree."""
         tree = self.groups.tree
         return tree is not None and not tree.is_small
 
@@ -306,7 +306,7 @@ class Lane:
         return TreeExchange(self.groups.tree, self.groups.rank, self.groups.subgroups)
 
     def _finish_message(self) -> None:
-        """What goes by the tree keeps its order there: a message on the boards may have to go by it first."""
+        """Wait for the last message: from the boards it may have to go by the tree, which keeps its order."""
         if self._last_message is not None:
             self.wait(self._last_message)
             self._last_message = None
@@ -342,7 +342,7 @@ class Lane:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way."""
+        """True if nothing is under way."""
         return all(pending.landed(0) for pending in list(self._under_way))
 
     def close(self, together: bool) -> GradSyncError | None:

@@ -1,4 +1,4 @@
-"""What a link between two ranks can do, measured in a moment: to choose an algorithm by, or to find a slow link."""
+"""A quick measurement of a link between two ranks, to choose an algorithm by, or to find a slow link."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is alive and who is silent; apart from the data, so it works when data is stuck.
+"""A record of who is alive and who is silent; apart from the data, so it works when data is stuck.
 
 Every rank beats four times a second from a thread of its own, which needs the interpreter: a rank that is
 stopped falls silent, and so does one whose interpreter is held. Peers on the same host are seen through their page and
@@ -117,7 +117,7 @@ class Liveness:
 
     @property
     def absent(self) -> list[int]:
-        """Who has not come to the meeting yet."""
+        """The ranks that have not come to the meeting yet."""
         return self._meeting.absent
 
     def unanswered(self, waited: float) -> SyncTimeout:
@@ -147,7 +147,7 @@ class Liveness:
 
     @property
     def state(self) -> RankState:
-        """What this rank last said of itself."""
+        """The state that this rank last said it is in."""
         return self.heartbeat.state
 
     def at(self, step: int, phase: Phase, bucket: int = -1, culprits: tuple[int, ...] = ()) -> None:
@@ -197,7 +197,7 @@ class Liveness:
         return peer.pid if isinstance(peer, LocalPeer) else None
 
     def pidfds(self) -> dict[int, int]:
-        """What tells of the end of each rank of this host, itself excepted; valid until close."""
+        """Return a pidfd for each rank of this host but itself, which tells of the end; valid until close."""
         return {rank: peer.pidfd for rank, peer in self._peers.items() if isinstance(peer, LocalPeer)}
 
     def close(self) -> None:
@@ -217,7 +217,7 @@ class Liveness:
                 self._finish()
 
     def orphan(self, may_end: Callable[[], bool] | None = None, last_act: Callable[[], None] | None = None) -> None:
-        """Nobody will close this any more: the thread does, as soon as it may, and before that what else is to be done.
+        """Let the thread close this, as nobody else will: as soon as it may, and before that what else is to be done.
 
         Called by the garbage collector, perhaps in that thread and while it holds a lock: so nothing else is done here.
         """
@@ -225,13 +225,13 @@ class Liveness:
         self._orphaned = self._curious = True
 
     def is_ahead(self) -> bool:
-        """Whether a rank that lives has not come as far as this one, and may still need it."""
+        """Return whether a rank that lives has not come as far as this one, and may still need it."""
         views = self.peer_views().values()
         return any(not (view.stopped or view.unheard_s) and view.state.step < self.state.step for view in views)
 
     @property
     def store_is_mute(self) -> bool:
-        """Whether the store does not answer, while it alone tells of other hosts."""
+        """True if the store does not answer, while it alone tells of other hosts."""
         return self._by_store is not None and self._by_store.mute_s >= self._guard.dead_after
 
     @property
@@ -296,7 +296,7 @@ class Liveness:
         return dict(sorted(views.items()))
 
     def _ranks_spoken_for(self) -> list[NotableRank]:
-        """This rank and those of its host for which it speaks, as they are just now."""
+        """Return this rank and those of its host for which it speaks, as they are just now."""
         found = [NotableRank(self._groups.rank, self.state)] if self._members else []
         for rank in self._members[1:]:
             peer = self._peers[rank]

@@ -220,7 +220,7 @@ class NcclChannel:
     # The end
 
     def failure(self) -> str | None:
-        """What went wrong on the network while a collective was under way; None: nothing."""
+        """Return what went wrong on the network while a collective was under way; None: nothing."""
         if not self._using.acquire(blocking=False):
             return None  # somebody is in a call, or takes the communicator away
         try:

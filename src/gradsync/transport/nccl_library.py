@@ -27,7 +27,7 @@ BYTES = _CODES[torch.uint8]
 
 
 class UniqueId(ctypes.Structure):
-    """What the ranks of a communicator know each other by; rank 0 makes it."""
+    """The id by which the ranks of a communicator know each other; rank 0 makes it."""
 
     _fields_ = (("internal", ctypes.c_ubyte * 128),)
 
@@ -98,7 +98,7 @@ class NcclLibrary:
         self.check(self._library.ncclCommAbort(handle))
 
     def failure(self, handle: c_void_p) -> str | None:
-        """What went wrong on a communicator while it worked; None: nothing."""
+        """Return what went wrong on a communicator while it worked; None: nothing."""
         code = c_int()
         self.check(self._library.ncclCommGetAsyncError(handle, byref(code)))
         return None if code.value in _GOES_ON else self._describe(code.value)

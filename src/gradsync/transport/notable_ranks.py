@@ -1,4 +1,4 @@
-"""What a host says of many ranks in few bytes: the most notable ones as they are, and how many ranks it speaks of.
+"""A host's summary of many ranks in few bytes: the most notable ones as they are, and how many it speaks of.
 
     first    who died or fell silent
     then     who gave up because of others, who failed, who left
@@ -38,20 +38,20 @@ class NotableRank(NamedTuple):
 
     @property
     def alarm(self) -> tuple[int, Phase, bool] | None:
-        """What all should hear at once, if there is anything."""
+        """The news that all should hear at once, if there is any."""
         gone = self.dead or self.silent
         return (self.rank, self.state.phase, gone) if gone or self.state.phase >= Phase.FAILED else None
 
 
 class HostSummary(NamedTuple):
-    """What a host says of the ranks it speaks for; the first one is the speaker itself."""
+    """A host's summary of the ranks it speaks for; the first one is the speaker itself."""
 
     notable: tuple[NotableRank, ...]
     num_ranks: int
 
     @property
     def alarms(self) -> tuple[tuple[int, Phase, bool], ...]:
-        """All that is news for others, in the order of the list."""
+        """The news for others, in the order of the list."""
         return tuple(alarm for each in self.notable if (alarm := each.alarm) is not None)
 
 
@@ -62,7 +62,7 @@ def _notability(each: NotableRank) -> tuple[int, int, bool, int]:
 
 
 def most_notable(ranks: Iterable[NotableRank], most: int = MOST) -> list[NotableRank]:
-    """Those that a summary has room for, the most notable first.
+    """Return those that a summary has room for, the most notable first.
 
     >>> states = [RankState(0, step, Phase.BACKWARD, -1, ()) for step in [9, 8, 9]]
     >>> early, late, dead = (NotableRank(rank, state) for rank, state in enumerate(states))
@@ -85,7 +85,7 @@ def encode_summary(summary: HostSummary) -> bytes:
 
 
 def decode_summary(text: bytes, size: int) -> HostSummary | None:
-    """What was said of a group of `size` ranks, or None for anything that is no summary."""
+    """Return what was said of a group of `size` ranks, or None for anything that is no summary."""
     if len(text) != SUMMARY_NBYTES:
         return None
     count, num_ranks = _HEAD.unpack_from(text)

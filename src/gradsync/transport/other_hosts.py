@@ -1,4 +1,4 @@
-"""What a rank hears of the ranks of other hosts: the first rank of a host by its links, the rest of it from that one.
+"""The news of ranks of other hosts: the first rank of a host hears it by its links, the rest of it from that one.
 
 host 0   0 ◄─links─► host 1's first rank …
          └── page ──► 1, 2, 3          whether the first one lives its pidfd tells
@@ -26,7 +26,7 @@ class OtherHosts(Protocol):
 
     @property
     def complete(self) -> bool:
-        """Whether every rank of the group is spoken for by now."""
+        """True if every rank of the group is spoken for by now."""
 
     def turn(self, elapsed_s: float, mine: Sequence[NotableRank] | None, at_once: bool = False) -> None:
         """Hear what has come, and say what is due after so many seconds awake."""
@@ -36,7 +36,7 @@ class OtherHosts(Protocol):
 
 
 class HeardByLinks:
-    """What the first rank of a host hears; its thread that beats takes the turns."""
+    """The news that the first rank of a host hears; its thread that beats takes the turns."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class HeardByLinks:
             self._leave_note(speaker.summary())
 
     def _network_passes(self) -> bool:
-        """Whether all that was sent since nobody is heard any more was acknowledged: see [A stall is not a death]."""
+        """Return whether all that was sent since no one is heard was acknowledged: see [A stall is not a death]."""
         if not self._speaker.quiet:
             self._acknowledged = None
             return False
@@ -110,7 +110,7 @@ class HeardByLinks:
 
 
 class HeardFromSpeaker:
-    """What the other ranks of a host are told by the first one."""
+    """The news that the other ranks of a host get from the first one."""
 
     def __init__(self, read_note: Callable[[], tuple[int, bytes]], size: int) -> None:
         """`read_note` is what the first rank of this host leaves on its page."""

@@ -1,4 +1,4 @@
-"""How to see one peer of this host: by its page, and by a pidfd that tells of its death at once.
+"""The view of one peer of this host: by its page, and by a pidfd that tells of its death at once.
 
 A peer is anything with `look()`, `dead()`, `listen()`, `silent_s` and `close()`; `liveness` watches a set of
 them. Peers on other hosts are in `RemoteStates`.
@@ -35,13 +35,13 @@ class Peer(Protocol):
         """Seconds without a beat, of those in which this process itself was awake."""
 
     def look(self) -> RankState:
-        """What the peer last said of itself."""
+        """Return the state the peer last said it is in."""
 
     def runs(self) -> bool:
-        """Whether its process is known to run though it is silent: see [Late is not dead] in `liveness`."""
+        """Return whether its process is known to run though it is silent: see [Late is not dead] in `liveness`."""
 
     def dead(self) -> bool:
-        """Whether it is known to have ended; False also means: cannot tell."""
+        """Return whether it is known to have ended; False also means: cannot tell."""
 
     def listen(self, elapsed_s: float) -> None:
         """Called after every tick of our own, with how long it took."""
@@ -89,7 +89,7 @@ class LocalPeer:
         self._beat = beat
 
     def read_note(self) -> tuple[int, bytes]:
-        """What it left on its board: see `other_hosts`."""
+        """Return what it left on its board: see `other_hosts`."""
         return self._heartbeat.read_note()
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ class RemoteStates:
         self._thread.start()
 
     def watch(self, curious: bool) -> None:
-        """Whether to read the peers too, in the next turn. Cheap: called around every wait of every step."""
+        """Read the peers too from the next turn on if `curious`. Cheap: called around every wait of every step."""
         if curious and not self._curious:
             self.mute_s = 0.0
         self._curious = curious
@@ -147,7 +147,7 @@ class RemoteStates:
         self.mute_s = self.mute_s + elapsed_s if self._curious and not answered else 0.0
 
     def end_later(self) -> bool:
-        """Nobody reads the store any more: write the last word and end, without being waited for. Whether it has."""
+        """Write the last word and end, not waited for: nobody reads the store any more. Return whether it has."""
         self._stop = True
         self._wake.set()
         return not self._thread.is_alive()

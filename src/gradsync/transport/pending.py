@@ -1,4 +1,4 @@
-"""What is under way: a pending for each, whatever moves it.
+"""The operations that are under way: a pending for each, whatever moves it.
 
     Collective    gloo's own, on its threads
     OnStream      what was issued to a stream of a GPU
@@ -54,7 +54,7 @@ class Pending(ABC):
 
     @abstractmethod
     def landed(self, slice_s: float) -> bool:
-        """Whether it has ended, well or badly; waits for at most `slice_s`."""
+        """Wait for at most `slice_s`, and return whether it has ended, well or badly."""
 
     @abstractmethod
     def settle(self) -> None:
@@ -185,7 +185,7 @@ class BoardMessage(_TeamPending):
 
 
 class Promise(Pending):
-    """What a thread of ours will finish."""
+    """An operation that a thread of ours will finish."""
 
     def __init__(self, what: str, nbytes: int, bucket: int, on_host: bool = True) -> None:
         super().__init__(what, nbytes, bucket)
@@ -195,7 +195,7 @@ class Promise(Pending):
         self._error: Exception | None = None
 
     def then(self, after: Callable[[], None]) -> None:
-        """What the waiting thread is to do when it has landed."""
+        """Take what the waiting thread is to do when it has landed."""
         self._after = after
 
     def finish(self, error: Exception | None = None) -> None:

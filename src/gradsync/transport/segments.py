@@ -90,7 +90,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 def allocate(
     exchange: Exchange, members: Sequence[int], index: int, nbytes: int, number: int = 0
 ) -> tuple[torch.Tensor, Segment]:
-    """This rank's piece as bytes, and the segment; every rank of the group calls this.
+    """Return this rank's piece as bytes, and the segment; every rank of the group calls this.
 
     `members` are the ranks of this host, as indices in the group, and `index` is this rank. `number` is what
     all call this segment.

@@ -24,7 +24,7 @@ from gradsync.transport.liveness import Liveness
 
 @contextmanager
 def giving_up(give_up: Callable[[BaseException], object]) -> Iterator[None]:
-    """Whatever is raised inside is told to `give_up` first."""
+    """Tell `give_up` first of whatever is raised inside."""
     try:
         yield
     except BaseException as error:
@@ -33,7 +33,7 @@ def giving_up(give_up: Callable[[BaseException], object]) -> Iterator[None]:
 
 
 class Position:
-    """Which rank this is, and at which step: the prefix of every message."""
+    """The rank and the step it is at: the prefix of every message."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.step = 0
@@ -53,7 +53,7 @@ class Position:
 
 
 class LeaveResult(NamedTuple):
-    """How the ranks parted."""
+    """The way in which the ranks parted."""
 
     together: bool  # nothing is under way, on any rank
     objection: Disagreement | None  # others were in another call
@@ -82,7 +82,7 @@ class Session(Position):
         self.noticed = noticed
 
     def got_stuck(self, bucket: int) -> None:
-        """This rank gives up while it waits for that bucket, if for any."""
+        """Note that this rank gives up while it waits for that bucket, if for any."""
         self.stuck_bucket = bucket if bucket >= 0 else None
 
     def doom(self, error: GradSyncError) -> None:
@@ -93,7 +93,7 @@ class Session(Position):
 
     @property
     def said(self) -> RankState:
-        """What this rank said last."""
+        """The state this rank last said it is in."""
         return self._heartbeat.state
 
     def at(self, phase: Phase, bucket: int = -1) -> None:
@@ -119,7 +119,7 @@ class Session(Position):
         return [self.groups.ranks[rank] for rank in ranks]
 
     def describe_peers(self, views: PeerViews, ranks: list[int]) -> str:
-        """What became of these ranks."""
+        """Say what became of these ranks."""
         names = [(rank, listed(self.global_ranks([rank]))) for rank in ranks]
         return "; ".join(
             describe_peer(views[rank], name, self.liveness.pid(rank), is_lost(views, rank))
@@ -129,7 +129,7 @@ class Session(Position):
         )
 
     def describe_culprits(self, views: PeerViews, ranks: list[int]) -> str:
-        """What became of these, though we may have no view of any: the views are those of the most notable ranks."""
+        """Say what became of these, though we may have no view of any: views are those of the most notable ranks."""
         hearsay = f"{listed(self.global_ranks(ranks))} came no further, as other ranks say" if ranks else ""
         return self.describe_peers(views, ranks) or hearsay
 

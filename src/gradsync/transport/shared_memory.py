@@ -37,7 +37,7 @@ class TeamError(RuntimeError):
 
 
 def label_of(flat: torch.Tensor, step: int, bucket: int) -> bytes:
-    """What ranks compare before they touch anything."""
+    """Return what ranks compare before they touch anything."""
     return f"bucket {bucket} step {step % 10**6}: {flat.numel()} {str(flat.dtype).removeprefix('torch.')}".encode()
 
 
@@ -127,7 +127,7 @@ class Team:
         return Op(label, mine.data_ptr(), pointer, None, mine.numel(), scale, OpKind.SHED, code)
 
     def share_op(self, mine: torch.Tensor, parts: Pointers, label: bytes) -> Op:
-        """All get `mine`; `parts`: where what each brings goes. Bytes, of any dtype."""
+        """Return the operation that gives all `mine`; `parts`: where what each brings goes. Bytes, of any dtype."""
         pointer, code = ctypes.addressof(parts), CODES[torch.int8]
         return Op(label, mine.data_ptr(), pointer, None, mine.nbytes, 1.0, OpKind.SHARE, code)
 
@@ -150,7 +150,7 @@ class Team:
     # Messages
 
     def fits(self, row: torch.Tensor) -> bool:
-        """Whether a message of this length can go by the boards."""
+        """Return whether a message of this length can go by the boards."""
         return row.numel() <= self._board_nbytes
 
     def post(self, row: torch.Tensor) -> None:
@@ -207,7 +207,7 @@ class Job:
         self.finished_at = 0.0
 
     def wait(self, slice_s: float) -> bool:
-        """Whether it has ended well; waits for at most `slice_s`."""
+        """Wait for at most `slice_s`, and return whether it has ended well."""
         library, finished_at, culprit = self._team._library, ctypes.c_double(), ctypes.c_int()
         result = library.gradsync_wait(self._team._team, self._handle, slice_s, finished_at, culprit)
         if result == Progress.PENDING:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 
 def connections() -> frozenset[tuple[int, str]]:
-    """This process's connected TCP sockets: descriptor, and the kernel's name of the socket."""
+    """Return this process's connected TCP sockets: descriptor, and the kernel's name of the socket."""
     found = set()
     for fd, name in _sockets():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as wire:

@@ -83,11 +83,11 @@ class _Neighbour:
     since_sent_s: float = PERIOD_S
 
     def revive(self) -> None:
-        """It gave a sign of life."""
+        """Note that it gave a sign of life."""
         self.unseen_s = self.silent_s = self.unproved_s = self.stall_s = 0.0
 
     def count(self, elapsed_s: float, passes: bool, lapse_s: float) -> None:
-        """Its silence goes on; see [A stall is not a death]."""
+        """Count its silence on; see [A stall is not a death]."""
         self.unseen_s += elapsed_s
         self.unproved_s += elapsed_s
         if not passes:
@@ -100,7 +100,7 @@ class _Neighbour:
 
     @property
     def left(self) -> bool:
-        """Whether it said that it takes part no more."""
+        """True if it said that it takes part no more."""
         return bool(self.said.notable) and self.said.notable[0].state.phase >= Phase.FAILED
 
 
@@ -137,12 +137,12 @@ class Speaker:
 
     @property
     def complete(self) -> bool:
-        """Whether every rank of the group is spoken for."""
+        """True if every rank of the group is spoken for."""
         return len(self._mine) + sum(each.said.num_ranks for each in self._judged) == self._size
 
     @property
     def quiet(self) -> bool:
-        """Whether nobody is heard who should be: then the kernel may know more, see `passes`."""
+        """True if nobody is heard who should be: then the kernel may know more, see `passes`."""
         there = self._there()
         return bool(there) and all(each.unseen_s >= _OVERDUE_S for each in there)
 
@@ -207,7 +207,7 @@ class Speaker:
         return [each.rank for each in there if each.unseen_s >= self._patience_s(each) / 2]
 
     def summary(self) -> bytes:
-        """All that this speaker knows, for the other ranks of its host."""
+        """Return all that this speaker knows, for the other ranks of its host."""
         return encode_summary(self._summary(most_notable([*self._mine, *self._others()])))
 
     def known(self, silent_after: float = float("inf")) -> list[NotableRank]:
@@ -237,7 +237,7 @@ class Speaker:
         return [rank for each in self._judged for rank in self._side(each, silent_after)]
 
     def _side(self, each: _Neighbour, silent_after: float = float("inf")) -> list[NotableRank]:
-        """What a neighbour said, as far as it holds."""
+        """Return what a neighbour said, as far as it holds."""
         if each.age_s < min(self._lapse_s, silent_after) and not each.closed:
             return list(each.said.notable)
         side = [rank._replace(unheard_s=max(rank.unheard_s, each.age_s)) for rank in each.said.notable]
@@ -249,7 +249,7 @@ class Speaker:
         return side
 
     def _messages(self, due: list[_Neighbour]) -> list[tuple[int, bytes]]:
-        """What each is told: of all ranks, the most notable that it did not tell us of itself."""
+        """Return what each is told: of all ranks, the most notable that it did not tell us of itself."""
         own = self._mine[0]
         sides = {each.rank: self._side(each) for each in self._judged}
         origin = {rank.rank: neighbour for neighbour, side in sides.items() for rank in side}

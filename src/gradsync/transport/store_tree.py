@@ -1,4 +1,4 @@
-"""How many ranks tell each other something through one store, though each asks it for little: by blocks of ranks.
+"""Messages between many ranks through one store, though each asks it for little: by blocks of ranks.
 
     level 1    0 ──────── 64 ──────── 128 ── …      first ranks of blocks: what each says for its own goes up
     level 0    0 1 … 63   64 65 … 127     …         blocks: who is there sees the others' values
@@ -28,7 +28,7 @@ _MOST_LOOKS = 64  # at subgroups that have not reported, in one search for who i
 
 
 class KeyStore(Protocol):
-    """What is asked of a store; `torch.distributed.Store` is one."""
+    """The requests that a store must answer; `torch.distributed.Store` is one."""
 
     def set(self, key: str, value: Any) -> None: ...
 
@@ -40,14 +40,14 @@ class KeyStore(Protocol):
 
 
 class Awaited(NamedTuple):
-    """What keeps a rank from going on."""
+    """The ranks that keep a rank from going on, and what it waits for."""
 
     kind: str
     ranks: list[int]  # who has not said it; empty: nobody of this rank's own subgroups
 
 
 class Laggards(NamedTuple):
-    """Who keeps all others waiting."""
+    """The ranks that keep all others waiting."""
 
     missing: list[int]  # did not say it
     holding: list[int]  # first ranks of subgroups that have heard it of all, and not passed it on
@@ -90,17 +90,17 @@ class StoreTree:
 
     @property
     def block(self) -> StoreSubgroup:
-        """Who hears this rank itself."""
+        """The subgroup of ranks that hear this rank itself."""
         return self.subgroups[0]
 
     @property
     def block_number(self) -> int:
-        """Which block it is, in the order of ranks."""
+        """The number of this rank's block, in the order of ranks."""
         return self.rank // self._spans[0][1]
 
     @property
     def one_block(self) -> bool:
-        """Whether everybody hears everybody."""
+        """True if everybody hears everybody."""
         return len(self._spans) == 1
 
     def tell(self, kind: str, subgroup: StoreSubgroup, value: bytes) -> int:
@@ -151,7 +151,7 @@ class StoreTree:
         publish: Callable[[bytes], bytes] = bytes,
         from_level: int = 1,
     ) -> Generator[Awaited, None, bytes]:
-        """What all say, joined in the order of ranks; `publish` makes of it what everybody reads.
+        """Return what all say, joined in the order of ranks; `publish` makes of it what everybody reads.
 
         At level 1 each block's first rank speaks for it, with the `value` that all of the block know; at level 0 every
         rank brings its own.
@@ -172,7 +172,7 @@ class StoreTree:
         return bytes(self.store.multi_get([result_key(kind)])[0])
 
     def values_of(self, kind: str, ranks: list[int]) -> Generator[Awaited, None, dict[int, bytes]]:
-        """What ranks of other blocks said in theirs."""
+        """Return what ranks of other blocks said in theirs."""
         keys = [_key(kind, self._subgroup(0, rank), rank) for rank in ranks]
         while keys and not self.store.check(keys):
             yield Awaited(kind, [])
@@ -180,7 +180,7 @@ class StoreTree:
         return {rank: bytes(value) for rank, value in zip(ranks, values, strict=True)}
 
     def said(self, kind: str) -> list[int]:
-        """Who has said it in its block: a request for each block."""
+        """Return who has said it in its block, by a request for each block."""
         blocks = [self._subgroup(0, rank) for rank in range(0, self.size, self._spans[0][1])]
         bits = [self.store.add(_came(kind, block), 0) for block in blocks]
         return [
@@ -188,7 +188,7 @@ class StoreTree:
         ]
 
     def laggards(self, kind: str) -> Laggards:
-        """Who keeps `merge` from coming to its end: looked for from the top, where something is missing."""
+        """Return who keeps `merge` from coming to its end: looked for from the top, where something is missing."""
         found = Laggards([], [], [])
         open_ = [self._subgroup(len(self._spans) - 1, 0)]
         for _ in range(_MOST_LOOKS):
@@ -238,5 +238,5 @@ def _bit(subgroup: StoreSubgroup, rank: int) -> int:
 
 
 def _inverse(bit: int) -> int:
-    """What takes it away again; the last bit goes when it is added a second time, as nothing carries it."""
+    """Return what takes it away again; the last bit goes when it is added a second time, as nothing carries it."""
     return -bit if bit > 0 else bit

@@ -23,7 +23,7 @@ class StreamWork:
         self._keeps = None
 
     def landed(self) -> bool:
-        """Whether the GPU is through with it; any thread may ask."""
+        """Return whether the GPU is through with it; any thread may ask."""
         return has_happened(self._done.cuda_event)
 
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other goes up the control tree and down again: in each subgroup a message of fixed size.
+"""The messages that ranks send up the control tree and down again: in each subgroup one of fixed size.
 
     up      row, row, row ─merge→ row, row ─merge→ row       who leads a subgroup merges what its members bring
     down                            row ─→ row, row ─→ row, row, row
@@ -47,7 +47,7 @@ def comparable(word: bytes) -> torch.Tensor:
 
 
 def all_same(rows: torch.Tensor) -> bool:
-    """Whether these rows, merged ones perhaps, are of one word: no bit is set in one and not in another.
+    """Return whether these rows, merged ones perhaps, are of one word: no bit is set in one and not in another.
 
     >>> all_same(torch.stack([comparable(b"ab")] * 3)), all_same(torch.stack([comparable(b"ab"), comparable(b"ac")]))
     (True, False)
@@ -57,7 +57,7 @@ def all_same(rows: torch.Tensor) -> bool:
 
 
 class SubgroupChannel(Protocol):
-    """What a subgroup talks over; a work is one of torch's, or anything with `get_future()`."""
+    """The channel over which a subgroup talks; a work is one of torch's, or anything with `get_future()`."""
 
     def collect(self, rows: torch.Tensor | None, row: torch.Tensor) -> Any:
         """Fill the first member's `rows` with every member's `row`."""
@@ -74,7 +74,7 @@ class TreeMessage(Promise):
         self.rows = torch.empty(0, nbytes, dtype=torch.uint8, device="cpu")
 
     def came(self, rows: torch.Tensor) -> None:
-        """This came of it."""
+        """Take the rows that came of it."""
         self.rows = rows
         self.finish()
 
@@ -196,7 +196,7 @@ class TreeExchange:
             self._go_on()
 
     def _fail(self, error: Exception) -> None:
-        """Nothing goes on after an error: ranks no longer know where the others are."""
+        """End all messages by this error, as nothing goes on after it: ranks no longer know where the others are."""
         self._error = error
         while self._queue:
             message, walk = self._queue.popleft()
@@ -237,7 +237,7 @@ class BoardedMessage(Pending):
             raise self._error
 
     def _take_turn(self, slice_s: float) -> bool:
-        """One of the waits, for at most a slice; whether it is over."""
+        """Do one of the waits, for at most a slice, and return whether it is over."""
         team = self._team
         if self._asked is not None:
             if not self._asked.landed(slice_s):
@@ -262,7 +262,7 @@ class BoardedMessage(Pending):
         return True
 
     def _hear(self, merged: torch.Tensor) -> None:
-        """This came of all; ranks alone on their host have asked for more by now, and nothing of ours comes between."""
+        """Take what came of all; ranks alone on a host asked for more by now, and nothing of ours comes between."""
         if self._ask is not None and self._ask(merged):
             self._asked = self._tree_exchange.gather(self._row, self.what)
         else:

@@ -68,7 +68,7 @@ class BoundedWait(ABC, Generic[Awaited]):
         liveness.watch(False)
 
     def blamed(self, views: PeerViews, suspects: list[int]) -> list[int]:
-        """Whom the suspects hold responsible, or else themselves."""
+        """Return whom the suspects hold responsible, or else themselves."""
         guilty, excused = blame(views, suspects, self.step, self._session.groups.size)
         return guilty or excused
 
@@ -213,5 +213,5 @@ class LaneWait(BoundedWait[Pending]):
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in a sentence."""
+    """Return what an error says, in a sentence."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
