@@ -252,7 +252,7 @@ class Rendezvous:
         return self._absent(absent)
 
     def _missing(self, tree: StoreTree, tag: str) -> list[int]:
-        """Whom the others wait for; who saw a process end leaves word of it for other blocks."""
+        """Return whom the others wait for; who saw a process end leaves word of it for other blocks."""
         if (gone := self._gone()) and not tree.one_block:
             tree.store.set(_ENDED, json.dumps(gone))
         if gone:

@@ -75,7 +75,7 @@ def pace_of(run: RunTrace) -> str:
 
 
 def waits_for(run: RunTrace) -> str | None:
-    """Whom a rank waits for, where that is not the last of all ranks."""
+    """Return whom a rank waits for, where that is not the last of all ranks."""
     return {"async_sgd": "the parameters' owners", "gossip": "a neighbour"}.get(pace_of(run))
 
 

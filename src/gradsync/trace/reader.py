@@ -107,7 +107,7 @@ class RunTrace:
 
     @property
     def earlier(self) -> list[EarlierRun]:
-        """Those in the same folder before it, the last one last, as the rank tells that was in most of them."""
+        """The runs in the same folder before it, the last one last, as the rank tells that was in most of them."""
         return max((trace.earlier for trace in self.ranks.values()), key=len)
 
     @property

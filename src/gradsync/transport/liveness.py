@@ -166,8 +166,8 @@ class Liveness:
     def watch(self, waiting: bool) -> None:
         """Tell whether somebody waits: the store is read only then."""
         self._curious = waiting
-        if (remote_states := self._remote_states) is not None:
-            remote_states.watch(waiting)
+        if (by_store := self._by_store) is not None:
+            by_store.watch(waiting)
 
     def peer_views(self) -> dict[int, PeerView]:
         """Ranks as they are just now: all others of this host, and those of other hosts that are worth naming."""
@@ -363,6 +363,7 @@ class Liveness:
             return
         self._other_hosts.turn(elapsed_s, self._ranks_spoken_for() if look else None)
         if self._linked_s < 0 and self._other_hosts.complete:
+            self.watch(False)  # from here on nothing is read in the store
             self._linked_s = 0.0
             self._meeting.see_local()
         elif self._linked_s >= 0:
