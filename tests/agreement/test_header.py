@@ -75,7 +75,7 @@ def test_any_tells_for_each_parameter_whether_a_rank_set_the_mark(marks: list[li
 
 
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=6), st.sampled_from([Flag.ABORTED, Flag.WEIGHTED, Flag.SHADOW]))
-def test_flagged_tells_which_ranks_set_the_flag(flags: list[int], flag: Flag) -> None:
+def test_flagged_tells_which_ranks_set_the_flag(flags: list[int], flag: int) -> None:
     received = headers(*[(head(flags=each), []) for each in flags])
     assert received.flagged(flag) == [rank for rank, each in enumerate(flags) if each & flag]
 

@@ -12,6 +12,7 @@ from drift_cases import Flip, Told, train
 from torch import nn
 
 import gradsync as gs
+from gradsync.agreement.header import DIGEST_COMES_LATER, Head, Headers, pack_header
 from gradsync.drift.digests import ReplicaDigests
 from gradsync.engine.bucket import GradEntry
 from silent_device import host_never_waits
@@ -62,10 +63,44 @@ def test_digests_and_the_loss_scale_are_asked_for_without_waiting() -> None:
     for step in range(64):
         with host_never_waits() if step > 2 else nullcontext():
             replica_digest.take(step)
+        torch.cuda.synchronize()
+        with host_never_waits() if step > 2 else nullcontext():
             said.append(replica_digest.announce())
     assert said[0] == (bytes(8), 0.0)
-    assert all(word != bytes(8) and scale == 1024.0 for word, scale in said[1:])
+    assert all(int.from_bytes(word, "little") > 1 and scale == 1024.0 for word, scale in said[1:])
     assert said[1] == said[61]
+
+
+def test_a_digest_that_the_gpu_still_computes_is_said_in_a_later_header() -> None:
+    model = OnDevice()
+    opt = torch.optim.AdamW(model.parameters())
+    model(torch.randn(3)).backward()
+    opt.step()
+    entries = [GradEntry(i, name, p, {}, name, False) for i, (name, p) in enumerate(model.named_parameters())]
+    replica_digest = ReplicaDigests(entries, [opt], None)
+
+    def exchange() -> bytes:
+        """One header of a group of one."""
+        word, scale = replica_digest.announce()
+        head = Head(0, 0, 1.0, 1, -1, 1, 0, bytes(8), replica_digest=word, loss_scale=scale)
+        replica_digest.hear(Headers(pack_header(head, b"")[None]))
+        return word
+
+    for number in (6, 2):  # at first kernels are loaded, and memory is pinned
+        replica_digest.forget()
+        for step in range(number):
+            replica_digest.take(step)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)
+    with host_never_waits():
+        replica_digest.take(2)
+        replica_digest.take(3)
+        early = [exchange() for _ in range(4)]
+    torch.cuda.synchronize()
+    replica_digest.take(4)
+    late = [exchange() for _ in range(2)]
+    assert early[2:] == [DIGEST_COMES_LATER] * 2
+    assert all(int.from_bytes(word, "little") > 1 for word in (*early[:2], *late))
 
 
 def scales_on_device() -> list[str]:

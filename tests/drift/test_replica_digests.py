@@ -10,7 +10,8 @@ import torch
 from drift_cases import BITS, Mixed, bits, random_flip
 from torch import nn
 
-from gradsync.drift.digests import NUM_SHARES, ReplicaDigests, cut, replica_tensors_of
+from gradsync.agreement.header import Head, Headers, pack_header
+from gradsync.drift.digests import NUM_SHARES, DigestMismatch, DigestReading, ReplicaDigests, cut, replica_tensors_of
 from gradsync.engine.bucket import GradEntry
 
 
@@ -113,3 +114,64 @@ def test_what_only_a_rank_knows_is_left_out() -> None:
 
 def test_every_dtype_of_the_cases_has_its_bits() -> None:
     assert {param.element_size() for param in Mixed().parameters()} <= set(BITS)
+
+
+class SlowDevice:
+    """Ranks of one process whose digests come after a delay, each rank's after another one; no rank waits."""
+
+    def __init__(self, seed: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._rng = random.Random(seed)
+        self.ranks = []
+        for _ in range(ranks):
+            _, opt, entries = replica()
+            self.ranks.append(ReplicaDigests(entries, [opt], None))
+        self._now = 0
+        self._delays: dict[int, int] = {}  # in steps, by reading
+        monkeypatch.setattr(DigestReading, "is_there", lambda reading: self._is_there(reading))
+
+    def _is_there(self, reading: DigestReading) -> bool:
+        delay = self._delays.setdefault(id(reading), self._rng.choice([0, 1, 1, 2, 6]))
+        return self._now > reading.step + delay
+
+    def step(self, step: int) -> list[DigestMismatch | None]:
+        """All announce, exchange their headers, hear, and digest a share."""
+        rows, self._now = [], step
+        for rank in self.ranks:
+            word, scale = rank.announce()
+            head = Head(step, 0, 1.0, 1, -1, 1, 0, bytes(8), replica_digest=word, loss_scale=scale)
+            rows.append(pack_header(head, b""))
+        headers = Headers(torch.stack(rows))
+        heard = [rank.hear(headers) for rank in self.ranks]
+        for rank in self.ranks:
+            rank.take(step)
+        return heard
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_digests_that_come_late_are_compared_once_and_by_all(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = SlowDevice(seed, 3, monkeypatch)
+    keep = [rank._read for rank in slow.ranks]  # digests of all steps are unlike each other, on one rank
+    readings: list[DigestReading] = []
+
+    def read(step: int, pieces: Any) -> DigestReading:
+        readings.append(keep[1](step, pieces))
+        readings[-1].joined += 1 + step
+        return readings[-1]
+
+    monkeypatch.setattr(slow.ranks[1], "_read", read)
+    found = [slow.step(step) for step in range(400)]
+    compared = [[mismatch.step for mismatch in each if mismatch is not None] for each in found]
+    assert all(len(steps) in (0, 3) and len(set(steps)) <= 1 for steps in compared), "on all ranks, of one step"
+    steps = [steps[0] for steps in compared if steps]
+    assert len(steps) == len(set(steps)), "each once"
+    assert set(range(max(steps) - 20)) <= set(steps), "none is left out"
+
+
+def test_a_digest_of_a_replica_that_is_rightly_unlike_the_others_is_never_announced() -> None:
+    _, opt, entries = replica()
+    replica_digest = ReplicaDigests(entries, [opt], None)
+    said = []
+    for step in range(6):
+        said.append(replica_digest.announce()[0] != bytes(8))
+        replica_digest.take(step, silent=step in (2, 3))
+    assert said == [False, True, True, False, False, True]

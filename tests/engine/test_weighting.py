@@ -16,7 +16,7 @@ weights = st.floats(min_value=2.0**-20, max_value=2.0**20)
 members = st.lists(st.tuples(weights, st.integers(1, 4), st.floats(-100, 100)), min_size=1, max_size=6)
 
 
-def _headers(announced: list[tuple[float, Flag]], batches: list[int]) -> Headers:
+def _headers(announced: list[tuple[float, int]], batches: list[int]) -> Headers:
     rows = [
         pack_header(Head(0, 0, weight, 1, -1, j, flags, bytes(8)), bytearray(1))
         for (weight, flags), j in zip(announced, batches, strict=True)

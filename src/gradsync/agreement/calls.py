@@ -44,7 +44,7 @@ _STEPS = {Call.SYNCHRONIZE, Call.VOTE}
 _ENDS = {Call.DETACH, Call.DRAIN}  # what comes after the last batch
 
 
-def meet(lane: Lane, call: Call, num_parameters: int, word: bytes = bytes(8), flags: Flag = Flag.NONE) -> list[Head]:
+def meet(lane: Lane, call: Call, num_parameters: int, word: bytes = bytes(8), flags: int = Flag.NONE) -> list[Head]:
     """Wait until every rank is in this call; return what each brought: 8 bytes, and flags."""
     head = Head(lane.step, 0, 0.0, 0, -1, 0, flags, word, call)
     headers = HeaderExchange(lane, head, bytes(num_parameters), each=True).receive()

@@ -19,7 +19,6 @@ Note [Headers add up]
 
 from __future__ import annotations
 
-import enum
 import struct
 from functools import cached_property
 from typing import NamedTuple
@@ -35,6 +34,7 @@ _SUM = struct.Struct("<dq")  # of these, what adds up
 _UNIONS_AT, _HEADS_AT = _SUM.size, _SUMS.size
 _MARKS_AT = _HEADS_AT + 4 * _HEAD.size
 NO_DIGEST = NO_REPLICA_DIGEST = bytes(8)
+DIGEST_COMES_LATER = (1).to_bytes(8, "little")  # said of a replica while its GPU still computes the digest
 
 
 class Mark:
@@ -64,8 +64,8 @@ _TORN = bytes(1 if marks & Mark.TRAINABLE and marks & Mark.FROZEN else 0 for mar
 _INVERTED = bytes(255 - byte for byte in range(256))
 
 
-class Flag(enum.IntFlag):
-    """The bits in which a rank describes its whole step."""
+class Flag:
+    """What a rank says of its whole step: bits. Plain numbers too, which a step asks a dozen times."""
 
     NONE = 0
     ABORTED = 1  # its backward raised: nobody may use this step
@@ -75,13 +75,14 @@ class Flag(enum.IntFlag):
     LOADER = 16  # with ABORTED: it was its loader
 
 
-class Note(enum.IntFlag):
-    """The bits that follow from a head, and stay visible when headers are merged."""
+class Note:
+    """What follows from a head, and stays visible when headers are merged: bits."""
 
     NONE = 0
     NONFINITE = 1  # its gradients have a NaN or Inf
     NO_REPLICA = 2  # it says nothing of its replica in this step
     NO_SCALE = 4  # nor of its loss scale
+    LATER = 8  # its GPU still computes the digest of its replica: all announce the same one again
 
 
 class Head(NamedTuple):
@@ -161,7 +162,7 @@ class Headers:
         """One byte per parameter: 1 where any rank set `mark`."""
         return self.marks.translate(_HAS[mark])
 
-    def flagged(self, flag: Flag) -> list[int]:
+    def flagged(self, flag: int) -> list[int]:
         """The ranks (by index in the group) that set `flag`."""
         return [rank for rank, head in enumerate(self.heads) if head.flags & flag] if self.flags & flag else []
 
@@ -180,6 +181,11 @@ class Headers:
     def replicas_differ(self) -> bool:
         """True if what ranks say of their replicas differs; False if one says nothing."""
         return not self.notes & Note.NO_REPLICA and self.differ_in(_REPLICA)
+
+    @property
+    def digests_come_later(self) -> bool:
+        """Whether some rank's GPU still computes what it would say of its replica."""
+        return bool(self.notes & Note.LATER)
 
     @property
     def scales_differ(self) -> bool:
@@ -212,16 +218,19 @@ def header_nbytes(num_parameters: int) -> int:
 
 def pack_header(head: Head, marks: bytes | bytearray) -> torch.Tensor:
     """The header as a row of bytes: see [Headers add up]."""
-    notes = _NONFINITE if head.nonfinite >= 0 else 0
-    notes |= _NO_REPLICA if head.replica_digest == NO_REPLICA_DIGEST else 0
-    notes |= 0 if head.loss_scale else _NO_SCALE
+    notes = Note.NONFINITE if head.nonfinite >= 0 else 0
+    if head.replica_digest == NO_REPLICA_DIGEST:
+        notes |= Note.NO_REPLICA
+    elif head.replica_digest == DIGEST_COMES_LATER:
+        notes |= Note.NO_REPLICA | Note.LATER
+    notes |= 0 if head.loss_scale else Note.NO_SCALE
     sums = _SUMS.pack(head.weight * head.micro_batches, 1, head.flags, notes)
     packed = _HEAD.pack(*head)
     inverted = packed.translate(_INVERTED)
     if head.flags & _OUT:
         taking_part = _NOTHING
-    elif head.num_steps < 0 or head.flags & _WEIGHTED:
-        silent = (_NUM_STEPS if head.num_steps < 0 else 0) | (_BACKWARDS if head.flags & _WEIGHTED else 0)
+    elif head.num_steps < 0 or head.flags & Flag.WEIGHTED:
+        silent = (_NUM_STEPS if head.num_steps < 0 else 0) | (_BACKWARDS if head.flags & Flag.WEIGHTED else 0)
         taking_part = _without(packed, silent) + _without(inverted, silent)
     else:
         taking_part = packed + inverted
@@ -230,9 +239,7 @@ def pack_header(head: Head, marks: bytes | bytearray) -> torch.Tensor:
 
 
 _NOTHING = bytes(2 * _HEAD.size)
-_NONFINITE, _NO_REPLICA, _NO_SCALE = (int(note) for note in (Note.NONFINITE, Note.NO_REPLICA, Note.NO_SCALE))
-_OUT = int(Flag.SHADOW | Flag.ABORTED)  # numbers are cheaper than flags
-_WEIGHTED = int(Flag.WEIGHTED)
+_OUT = Flag.SHADOW | Flag.ABORTED
 
 
 def _without(packed: bytes, bits: int) -> bytes:

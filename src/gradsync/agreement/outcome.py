@@ -123,7 +123,7 @@ def step_outcome(
     ranks = lane.groups.ranks
     if headers.flags & Flag.ABORTED:
         aborted = headers.flagged(Flag.ABORTED)
-        _tell_aborted(lane, {ranks[rank]: Flag(headers.heads[rank].flags) for rank in aborted}, health_log)
+        _tell_aborted(lane, {ranks[rank]: int(headers.heads[rank].flags) for rank in aborted}, health_log)
         return Outcome.DROPPED, ""
     if not headers.same_place:
         check_headers(headers, names, ranks)
@@ -133,7 +133,7 @@ def step_outcome(
     return spoiled(lane, guard, found, health_log)
 
 
-def interrupted(flags: dict[int, Flag]) -> str:
+def interrupted(flags: dict[int, int]) -> str:
     """The words for what raised on which ranks.
 
     >>> interrupted({0: Flag.ABORTED, 2: Flag.ABORTED, 3: Flag.ABORTED | Flag.FORWARD})
@@ -146,12 +146,12 @@ def interrupted(flags: dict[int, Flag]) -> str:
     return ", and ".join(f"{kind} on {listed(ranks)}" for kind, ranks in kinds.items())
 
 
-def _kinds(flag: Flag) -> list[str]:
+def _kinds(flag: int) -> list[str]:
     kinds = [text for kind, text in _RAISED.items() if flag & kind]
     return kinds or ["backward did not finish"]
 
 
-def _tell_aborted(lane: Lane, flags: dict[int, Flag], health_log: HealthLog) -> None:
+def _tell_aborted(lane: Lane, flags: dict[int, int], health_log: HealthLog) -> None:
     """Warn, or raise if nothing is trained at all: every rank does the same."""
     what = interrupted(flags)
     error = health_log.take_error()

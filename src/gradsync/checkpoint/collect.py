@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from gradsync.agreement.calls import Call
-from gradsync.agreement.header import Flag
 from gradsync.checkpoint.format import (
     OwnState,
     SavedRunState,
@@ -122,7 +121,7 @@ class StateCollector:
         self._steps.synchronization.continue_window(held.backwards, set(held.hidden))
         self._steps.pace.resume_window(held)
         self._steps.synchronization.weighting.continue_at(shared.unit, parts[0].weight if window_continues else None)
-        self._steps.dropped_batches.step_ends(spoiled=Flag(parts[0].aborted if window_continues else 0))
+        self._steps.dropped_batches.step_ends(spoiled=parts[0].aborted if window_continues else 0)
         self._steps.dropped_batches.retries.another_batch()
         self._steps.lane.session.continue_at(shared.step)
 

@@ -2,11 +2,16 @@
 
     synchronization    7            8            9
     digested           share 7      share 8      share 9        while the buckets of that step travel
-    header             digest of 6  digest of 7  digest of 8    GPU: of the step before that one, without waiting
+    header             digest of 6  digest of 7  digest of 8    GPU: of the step before that one, or see [Later]
     compared                        share 7      share 8        unequal: every rank reads so, and all look closer
 
 Digests are taken at the end of backward, when parameters and optimizer state are at rest on every rank: nobody steps
 before its gradients are there. The closer look is `diagnosis`; it happens when all ranks are at the same place.
+
+Note [Later]
+    The host is ahead of its GPU, sometimes by several steps, and must not wait for it. So a rank whose GPU still
+    computes the digest whose turn it is says just that, and then every rank, which reads it in the same header, says
+    that digest again in its next one. Digests are compared as late as the slowest GPU is behind its host, each once.
 
 What all ranks must hold alike (parameters, optimizer state, hyper-parameters) is cut into shares:
 
@@ -28,15 +33,19 @@ import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from gradsync.agreement.header import NO_REPLICA_DIGEST, Headers
+from gradsync.agreement.header import DIGEST_COMES_LATER, NO_REPLICA_DIGEST, Headers
 from gradsync.engine.bucket import GradEntry
 from gradsync.kernels import digest
+from gradsync.transport.cuda_driver import has_happened
+from gradsync.transport.current_stream import current_stream
 
 NUM_SHARES = 60  # with the delay of the digests everything is compared within 64 steps
-_LAG_ON_HOST, _LAG_ON_DEVICE = 1, 2  # synchronizations after which a digest is in the header
-_SMALL_NBYTES = 1 << 20  # pieces on a GPU that are digested together
+_LAG_ON_HOST, _LAG_ON_DEVICE = 1, 2  # synchronizations after which a digest is in the header at the earliest
+_MOST_WAITING = 2 * NUM_SHARES  # digests that are kept until they are there: far more than a host is ahead
+_SMALL_NBYTES = 4 << 20  # pieces on a GPU that are digested together: a launch costs more than to copy them
 
 
+_NUM_RESERVED = 2  # words, from 0 on, that stand for something else: no digest, and one that comes later
 _VALUE_NBYTES = 8  # what a plain value counts for
 
 
@@ -186,17 +195,23 @@ class DigestReading:
     pending: torch.Tensor | None  # in pinned memory
     events: list[torch.cuda.Event]
     loss_scale: float
+    silent: bool = False  # the replica was not at rest: nobody may compare it
     joined: int = 0  # of all, where the host knows them
 
+    def is_there(self) -> bool:
+        """Whether the device is through with it."""
+        if self.events and all(has_happened(event.cuda_event) for event in self.events):
+            self.events.clear()
+        return not self.events
+
     def word(self) -> bytes:
-        """8 bytes, never those that stand for nothing."""
+        """8 bytes of a digest that is there, never those that stand for something else."""
         if self.pending is not None:
-            for event in self.events:
-                event.synchronize()  # steps ago: it has passed, unless the host is far ahead
             pending = [number & (1 << 64) - 1 for number in self.pending[:-1].tolist()]
             self.joined = digest.joined([self.layout, *self.known, *pending])
             self.loss_scale = float(self.pending[-1:].view(torch.float64))
-        return (self.joined or 1).to_bytes(8, "little")
+            self.pending = None
+        return (self.joined + _NUM_RESERVED if self.joined < _NUM_RESERVED else self.joined).to_bytes(8, "little")
 
 
 class ReplicaDigests:
@@ -219,26 +234,36 @@ class ReplicaDigests:
 
     # In every step
 
-    def take(self, step: int) -> None:
-        """Digest this step's share; on a GPU only ask for it."""
+    def take(self, step: int, silent: bool = False) -> None:
+        """Digest this step's share; on a GPU only ask for it. `silent`: it is not to be compared."""
         state = [(id(optimizer.state), len(optimizer.state)) for optimizer in self.optimizers]
         if not self._shares or state != self._seen or step % NUM_SHARES == 0:
             self._list(state)
-        self._readings.append(self._read(step, self._shares[step % NUM_SHARES]))
+        reading = self._read(step, self._shares[step % NUM_SHARES])
+        reading.silent = silent
+        self._readings.append(reading)
+        if len(self._readings) > _MOST_WAITING:
+            self._readings.popleft()
 
     def announce(self) -> tuple[bytes, float]:
         """Return what the next header says: the digest whose turn it is, and the loss scale."""
         reading = self._readings.popleft() if len(self._readings) >= self._lag else None
         self._announced.append(reading)
-        if reading is None:
+        if reading is None or reading.silent:
             return NO_REPLICA_DIGEST, self._scale_on_host()
+        if not reading.is_there():
+            return DIGEST_COMES_LATER, self._scale_on_host()
         word = reading.word()
         return word, self._scale_on_host() or reading.loss_scale
 
     def hear(self, headers: Headers) -> DigestMismatch | None:
         """Compare what all ranks announced in one header, the oldest that was not heard."""
         reading = self._announced.popleft()
-        if reading is None or not headers.replicas_differ:
+        if reading is None:
+            return None
+        if headers.digests_come_later and reading.generation == self.generation:
+            self._readings.appendleft(reading)
+        if not headers.replicas_differ:
             return None
         words = [head.replica_digest for head in headers.heads]
         return DigestMismatch(reading.step, reading.generation, words, reading.layout, reading.pieces)
@@ -299,7 +324,7 @@ def _ask(reading: DigestReading, distant: dict[torch.device, list[torch.Tensor]]
     reading.pending = pending
     for device in {part.device for part in [*parts, scale] if part.is_cuda}:
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(device))
+        event.record(current_stream(device))
         reading.events.append(event)
 
 
@@ -307,4 +332,6 @@ def _together(parts: list[torch.Tensor]) -> list[torch.Tensor]:
     """Put small parts into one tensor of bytes: a kernel for each would cost more than it does."""
     small = [part for part in parts if part.numel() * part.element_size() < _SMALL_NBYTES]
     large = [part for part in parts if part.numel() * part.element_size() >= _SMALL_NBYTES]
-    return [*large, torch.cat([part.contiguous().view(torch.uint8) for part in small])] if small else large
+    if len(small) < 2:
+        return large + small
+    return [*large, torch.cat([part.contiguous().view(torch.uint8) for part in small])]

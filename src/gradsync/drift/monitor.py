@@ -54,10 +54,13 @@ class DriftMonitor:
             loss_scale = 0.0  # its scaler stands still, and follows when join() ends
         return head._replace(replica_digest=replica_digest, loss_scale=loss_scale)
 
-    def take(self, step: int) -> None:
-        """Digest a share of the replica, which is at rest; best while something travels."""
+    def take(self, step: int, silent: bool = False) -> None:
+        """Digest a share of the replica, which is at rest; best while something travels.
+
+        `silent`: this replica is rightly unlike the others for now.
+        """
         if self.is_on and not self._paused:
-            self._replica_digests.take(step)
+            self._replica_digests.take(step, silent)
 
     def pause(self, paused: bool) -> None:
         """Pause, or go on: inside join() some ranks do not step, and replicas differ for a while."""

@@ -21,6 +21,7 @@ from gradsync.agreement.header import Mark
 from gradsync.compress.recipe import EXACT, Choice
 from gradsync.exchange.flat import Allocate, Choose, FlatBucket, Form, Item, lay_out, pack_items
 from gradsync.plan.packing import default_limit
+from gradsync.transport.current_stream import current_stream
 
 _LARGE_NBYTES = 1 << 16  # a CPU copies this much in less time than Python needs to ask for it
 
@@ -118,6 +119,8 @@ class Bucket:
     """A flat tensor and the parameters whose gradients fill it."""
 
     __slots__ = (
+        "_first",
+        "_gpu",
         "_items",
         "_small_params",
         "_small_views",
@@ -153,7 +156,7 @@ class Bucket:
 
     def place(self, flat: torch.Tensor) -> None:
         """Live in `flat`, which has this bucket's form."""
-        self.flat = flat
+        self.flat, self._first, self._gpu = flat, flat[:1], flat.device.index
         self.flat_bucket = FlatBucket(self.index, flat, self._items, self.choice)
         num_small = len(self.small)
         for number, (entry, item) in enumerate(zip(self.entries, self._items, strict=True)):
@@ -167,16 +170,16 @@ class Bucket:
 
     def note_stream(self) -> None:
         """A gradient was computed on the current stream: remember it, for the copy may run on another."""
-        raw = torch._C._cuda_getCurrentRawStream(self.flat.device.index)
+        raw = torch._C._cuda_getCurrentRawStream(self._gpu)
         if raw not in self.streams:
-            self.streams[raw] = torch.cuda.current_stream(self.flat.device)
+            self.streams[raw] = current_stream(self.flat.device)
 
     def complete(self, marks: bytearray, scale: float, whole: bool = False) -> None:
         """Put in what is not there yet: small gradients, and what stands in `.grad` of unused parameters.
 
         `whole`: every gradient has arrived.
         """
-        if self.streams and self.streams.keys() != {torch._C._cuda_getCurrentRawStream(self.flat.device.index)}:
+        if self.streams and self.streams.keys() != {torch._C._cuda_getCurrentRawStream(self._gpu)}:
             self._join_streams()
         for entry in self.large:
             if not entry.filled:
@@ -227,7 +230,7 @@ class Bucket:
 
     def _join_streams(self) -> None:
         """The current stream waits for all others; their memory is not used again before it has read it."""
-        current = torch.cuda.current_stream(self.flat.device)
+        current = current_stream(self.flat.device)
         for stream in self.streams.values():
             if stream != current:
                 current.wait_stream(stream)
@@ -255,7 +258,7 @@ class Bucket:
         if factor != 1.0:
             self.flat.mul_(factor)
         if alive is not None and self.on_gpu:
-            self.flat[:1].mul_(alive)
+            self._first.mul_(alive)
         for entry in self.entries:
             if used is None or used[entry.index]:
                 entry.param.grad = entry.view

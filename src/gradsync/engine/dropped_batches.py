@@ -74,7 +74,7 @@ class Backward:
 class Raised(NamedTuple):
     """A forward or a loader that raised."""
 
-    flag: Flag
+    flag: int
     no_sync: bool
     error: str
     number: int  # of the exception
@@ -106,7 +106,7 @@ class DroppedBatches:
 
     @property
     def _forward_raised(self) -> bool:
-        return any(raised.flag is Flag.FORWARD for raised in self._raised)
+        return any(raised.flag == Flag.FORWARD for raised in self._raised)
 
     @property
     def _turn(self) -> int:
@@ -137,7 +137,7 @@ class DroppedBatches:
     def forward_comes(self, inputs: Iterable[torch.Tensor]) -> None:
         """A forward begins: see [Tried again] in retried_batches.py."""
         now = list(inputs)
-        if self._raised and self._raised[-1].flag is Flag.FORWARD:
+        if self._raised and self._raised[-1].flag == Flag.FORWARD:
             last = self._raised[-1]
             if last.number in handled() or is_again(last.inputs, last.before, now):
                 self._raised.pop()
@@ -171,7 +171,7 @@ class DroppedBatches:
         try:
             self._complete()
             self._drop_backward(whole=True)
-            while self._raised and (loader or self._raised[0].flag is not Flag.LOADER):
+            while self._raised and (loader or self._raised[0].flag != Flag.LOADER):
                 raised = self._raised.popleft()
                 self._catch_up()
                 self._drop(raised.flag, raised.no_sync or self._goes_on(raised), raised.error, whole=True)
@@ -196,7 +196,7 @@ class DroppedBatches:
 
     def drop_raised_before_saving(self) -> None:
         """Put right what raised, before a checkpoint, where the loader may be a batch ahead of what was computed."""
-        missed = [each.turn == self._turn for each in self._raised if each.flag is Flag.LOADER]
+        missed = [each.turn == self._turn for each in self._raised if each.flag == Flag.LOADER]
         self.drop_raised(loader=any(missed[:1]))
 
     def drop_raised_beside_others(self) -> None:
@@ -217,7 +217,7 @@ class DroppedBatches:
         self._note_backward()
         self._drop_backward(whole=self.retries.backward_comes())
         if self._forward_raised:
-            self._raised = deque(each for each in self._raised if each.flag is not Flag.FORWARD)
+            self._raised = deque(each for each in self._raised if each.flag != Flag.FORWARD)
 
     def begins_retry(self) -> bool:
         """Begin a backward tried again, which comes to nothing; return whether it is one: see `retried_batches`."""
@@ -291,7 +291,7 @@ class DroppedBatches:
             return
         self._drop(Flag.NONE, backward.no_sync, backward.error, whole)
 
-    def _drop(self, flag: Flag, no_sync: bool, error: str, whole: bool) -> None:
+    def _drop(self, flag: int, no_sync: bool, error: str, whole: bool) -> None:
         """Take part in what the others do with a batch; `whole`: with what was still to come of it too."""
         steps = self._steps
         steps.refuse_if_failed()
@@ -312,7 +312,7 @@ class DroppedBatches:
     def _goes_on(self, raised: Raised) -> bool:
         """Return whether a window by hand goes on after a batch that never came: nobody knows if it was the last."""
         steps = self._steps
-        if raised.flag is not Flag.LOADER or not (steps.unsynchronized or self.window):
+        if raised.flag != Flag.LOADER or not (steps.unsynchronized or self.window):
             return False
         begins_anew = steps.no_sync_depth > 0 and self.window > 0
         return not (begins_anew and steps.unsynchronized + 1 >= self.window)
@@ -322,7 +322,7 @@ class DroppedBatches:
         pace = self._steps.pace
         return pace.per_batch - pace.backwards % pace.per_batch
 
-    def _tell_alone(self, flag: Flag, error: str) -> None:
+    def _tell_alone(self, flag: int, error: str) -> None:
         """Say that only this rank skips the batch, where every rank steps by itself."""
         lane, self._in_a_row = self._steps.lane, self._in_a_row + 1
         rank = lane.groups.ranks[lane.groups.rank]
@@ -338,7 +338,7 @@ class DroppedBatches:
         if not self.spoiled:  # a batch of this rank came to something
             self._in_a_row = 0
 
-    def step_ends(self, spoiled: Flag = Flag.NONE) -> None:
+    def step_ends(self, spoiled: int = Flag.NONE) -> None:
         """Forget what raised, which was told; `spoiled`: a state was loaded in whose window something had."""
         self.spoiled = spoiled
 

@@ -264,7 +264,7 @@ class StepLoop(LoopControls, HookListener):
         elif self.pace.engine_averages:
             self.lane.at(Phase.COMPUTING)
 
-    def launch(self, micro_batches: int, flags: Flag = Flag.NONE) -> None:
+    def launch(self, micro_batches: int, flags: int = Flag.NONE) -> None:
         """Launch what has not left yet, and the header; nothing waits."""
         steps, source = self.step_counts.steps(), self.active[0] if self.active else 0
         under_way = self.synchronization.synchronize(micro_batches, flags | self.dropped_batches.spoiled, source, steps)

@@ -54,7 +54,7 @@ class LoopControls(ABC):
         """Nothing of the next synchronization exists yet."""
 
     @abstractmethod
-    def launch(self, micro_batches: int, flags: Flag = Flag.NONE) -> None:
+    def launch(self, micro_batches: int, flags: int = Flag.NONE) -> None:
         """Launch what has not left yet, and the header; nothing waits."""
 
     @abstractmethod
@@ -144,7 +144,7 @@ class LoopControls(ABC):
 
     # Meeting
 
-    def meet(self, call: Call, word: bytes = bytes(8), flags: Flag = Flag.NONE) -> list[Head]:
+    def meet(self, call: Call, word: bytes = bytes(8), flags: int = Flag.NONE) -> list[Head]:
         """Wait until every rank is in this call."""
         self.refuse_if_failed()
         if call is Call.DETACH and sys.exception() is not None:
@@ -207,7 +207,7 @@ class LoopControls(ABC):
         return more
 
     @torch.no_grad()  # a gradient that was assigned may have a graph
-    def synchronize_now(self, micro_batches: int = 1, flags: Flag = Flag.NONE) -> None:
+    def synchronize_now(self, micro_batches: int = 1, flags: int = Flag.NONE) -> None:
         """A whole synchronization at once, with the gradients as they stand."""
         self.refuse_if_failed()
         self.pace.before_backward()

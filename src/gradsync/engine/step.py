@@ -28,7 +28,7 @@ from collections.abc import Iterator
 
 from gradsync.agreement.attach_check import check_order
 from gradsync.agreement.calls import check_same_call
-from gradsync.agreement.header import CALL, NO_DIGEST, ORDER, Flag, Head, HeaderExchange, Headers, Mark
+from gradsync.agreement.header import CALL, NO_DIGEST, ORDER, Head, HeaderExchange, Headers, Mark
 from gradsync.agreement.outcome import HealthLog, Outcome, spoiled, step_outcome
 from gradsync.agreement.same_step import check_headers
 from gradsync.engine.bucket import Bucket, GradEntry
@@ -226,7 +226,7 @@ class Synchronization:
 
     # After the last gradient
 
-    def synchronize(self, micro_batches: int, flags: Flag, source: int, num_steps: int) -> Iterator[None]:
+    def synchronize(self, micro_batches: int, flags: int, source: int, num_steps: int) -> Iterator[None]:
         """Do what follows the end of backward; stops once, and does not wait before: see [Side by side].
 
         `source` is the rank whose buffers count; `num_steps` is how often optimizers stepped, as `steps` says it.
@@ -271,7 +271,7 @@ class Synchronization:
 
     # Header
 
-    def _head(self, micro_batches: int, flags: Flag, num_steps: int) -> Head:
+    def _head(self, micro_batches: int, flags: int, num_steps: int) -> Head:
         learned, layout_hash = self.bucket_order.learned, self.bucket_order.layout_hash
         for entry in self.bucket_order.unbucketed if learned else self.entries:
             if entry.param.grad is not None and entry.param.grad.is_sparse:

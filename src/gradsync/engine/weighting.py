@@ -107,7 +107,7 @@ class Weighting:
     def _now(self) -> float:
         return 1.0 if self.weight is None else self.weight
 
-    def announced(self, flags: Flag, micro_batches: int = 1) -> tuple[float, Flag]:
+    def announced(self, flags: int, micro_batches: int = 1) -> tuple[float, int]:
         """Return what the header says: the weight of a micro-batch, their mean, and whether the user set it."""
         if self.weight is not None:
             flags |= Flag.WEIGHTED

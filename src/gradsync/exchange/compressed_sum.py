@@ -13,6 +13,7 @@ from gradsync.exchange.pipeline import Pipeline
 from gradsync.exchange.residuals import KeptState
 from gradsync.exchange.sender import Sender, open_pipeline, travelling_devices
 from gradsync.plan.sync_plan import Plan
+from gradsync.transport.current_stream import current_stream
 from gradsync.transport.lane import Lane
 
 
@@ -42,7 +43,7 @@ class CompressedSum:
         flat_bucket = self._flat_bucket_for(tensor)
         flat = flat_bucket.items[0].of(flat_bucket.flat)
         if self._read is not None:  # the caller may be on another stream than the last time
-            torch.cuda.current_stream(flat.device).wait_event(self._read)
+            current_stream(flat.device).wait_event(self._read)
         if scale == 1.0:
             flat.copy_(tensor.detach())
         else:
@@ -55,7 +56,7 @@ class CompressedSum:
             tensor.copy_(flat)
         if flat.is_cuda:
             self._read = torch.cuda.Event()
-            self._read.record(torch.cuda.current_stream(flat.device))
+            self._read.record(current_stream(flat.device))
 
     def _flat_bucket_for(self, tensor: torch.Tensor) -> FlatBucket:
         """The last flat bucket, if it had this form: then its tables and buffers are there already."""

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 
 from gradsync.errors import GradSyncError
+from gradsync.transport.current_stream import current_stream
 from gradsync.transport.lane_thread import LaneThread
 from gradsync.transport.pending import LaneTask, Pending, Promise
 
@@ -51,8 +52,8 @@ class Pipeline:
             self._do(lambda: self._begin(rounds, delivery), delivery)
             return
         device, ready, done = self._stream.device, torch.cuda.Event(), torch.cuda.Event()
-        ready.record(torch.cuda.current_stream(device))
-        delivery.then(lambda: torch.cuda.current_stream(device).wait_event(done))
+        ready.record(current_stream(device))
+        delivery.then(lambda: current_stream(device).wait_event(done))
         self._do(lambda: self._begin(_between(rounds, ready, done), delivery), delivery)
 
     def flush(self) -> None:

@@ -17,6 +17,8 @@ Note [Digest]
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -46,9 +48,18 @@ def digest(tensor: torch.Tensor) -> int:
 
 def launch(tensor: torch.Tensor) -> torch.Tensor:
     """The digest as an int64 tensor of no dimension on the tensor's device, without waiting for it."""
-    if tensor.is_cuda and find_spec("triton"):
-        return import_module("gradsync.kernels.digest_triton").launch(words_of(tensor), _nbytes(tensor))
+    if tensor.is_cuda and (on_gpu := _by_triton()) is not None:
+        return on_gpu(words_of(tensor), _nbytes(tensor))
     return reference(tensor)
+
+
+@lru_cache(maxsize=1)
+def _by_triton() -> Callable[[torch.Tensor, int], torch.Tensor] | None:
+    """What launches the kernel; None where there is no Triton."""
+    found: Callable[[torch.Tensor, int], torch.Tensor] | None = None
+    if find_spec("triton"):
+        found = import_module("gradsync.kernels.digest_triton").launch
+    return found
 
 
 def reference(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,6 @@ from abc import abstractmethod
 
 from torch.optim import Optimizer
 
-from gradsync.agreement.header import Flag
 from gradsync.pace.contract import Due, Pace, PaceContext
 from gradsync.pace.trained_parameters import TrainedParameters
 
@@ -39,7 +38,7 @@ class AfterStep(Pace):
         self._due.check_done(self._context.lane)
         self._trained.check()
 
-    def after_backward(self, count: int, aborted: Flag) -> bool:
+    def after_backward(self, count: int, aborted: int) -> bool:
         self._clock += count
         if aborted:
             self._trained.drop_gradients()

@@ -47,7 +47,7 @@ def launch_mean(
     flat_set: FlatSet,
     flat_part: FlatPart,
     weight: float = 1.0,
-    flags: Flag = Flag.NONE,
+    flags: int = Flag.NONE,
     with_buffers: bool = False,
     clock: int = 0,
     marks: bytearray | None = None,

@@ -21,7 +21,7 @@ import torch
 from torch.optim import Optimizer
 
 from gradsync.agreement.calls import Call
-from gradsync.agreement.header import Flag, Headers
+from gradsync.agreement.header import Headers
 from gradsync.agreement.outcome import HealthLog
 from gradsync.errors import GradSyncError
 from gradsync.exchange.choose_route import ExactSum
@@ -47,7 +47,7 @@ class DriftCheck(Protocol):
     """A check of replicas, for paces that keep them equal: what a header says of this one, and what is heard."""
 
     def announce(self) -> tuple[bytes, float]: ...
-    def take(self, step: int) -> None: ...
+    def take(self, step: int, silent: bool = False) -> None: ...
     def hear(self, headers: Headers, lane: Lane) -> Callable[[], None]: ...
 
 
@@ -120,7 +120,7 @@ class Pace(ABC):
         """A backward begins; what stands in `.grad` will be added to."""
 
     @abstractmethod
-    def after_backward(self, count: int, aborted: Flag) -> bool:
+    def after_backward(self, count: int, aborted: int) -> bool:
         """Act after `count` backwards; `aborted`: what raised, if anything. True: the engine averages gradients."""
 
     def put_away(self) -> None:  # noqa: B027

@@ -18,7 +18,7 @@ Note [A backward that raised]
         rank 0    ḡ0   ḡ1   ḡ2   —    ḡ4          k = 1; what raised is rank 1's backward 3
         rank 1    ḡ0   ḡ1   —    ḡ2   ḡ4          its replica is unlike the others' for one step, and then is not
 
-    Meanwhile it announces no digest: a replica that is behind has not drifted.
+    Meanwhile its digests are not compared: a replica that is behind has not drifted.
 
 Note [Buffers are not delayed]
     They are rank 0's after every step, as in `every_step`, so a model with buffers waits for rank 0's backward: an old
@@ -43,7 +43,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from gradsync.agreement.calls import Call
-from gradsync.agreement.header import ALIKE_IN_SCALE, NO_REPLICA_DIGEST, Flag, Mark
+from gradsync.agreement.header import ALIKE_IN_SCALE, Flag, Mark
 from gradsync.errors import GradSyncError, NonFinite
 from gradsync.exchange.flat_sets import FlatPart
 from gradsync.exchange.means import mean_scale
@@ -52,8 +52,6 @@ from gradsync.pace.contract import Pace, PaceContext, SavedPace, Stats, below, n
 from gradsync.plan.paces import Delayed
 from gradsync.plan.sync_plan import Combine
 from gradsync.transport.lane import Lane
-
-_SILENT = 2  # launches: after so many at most a digest is in the header
 
 
 class LossScale:
@@ -115,7 +113,6 @@ class DelayedPace(Pace):
         self._has_gradients = self._had_gradients = False  # whether gradients are there that were not launched
         self._filling = False  # nothing was due after the last backward
         self._num_steps = -1  # since the last launch; -1: a rank may rightly have left one out
-        self._num_silent = 0  # launches that announce no digest
 
     # The way of a step
 
@@ -129,7 +126,7 @@ class DelayedPace(Pace):
     def put_away(self) -> None:
         self._has_gradients = self._had_gradients
 
-    def after_backward(self, count: int, aborted: Flag) -> bool:
+    def after_backward(self, count: int, aborted: int) -> bool:
         self._context.buffers.launch(self._context.lane, 0)
         self._launch(aborted)
         self._clock += count
@@ -174,7 +171,7 @@ class DelayedPace(Pace):
     # Out and back
 
     @torch.no_grad()
-    def _launch(self, aborted: Flag) -> None:
+    def _launch(self, aborted: int) -> None:
         """Send the gradients off, and leave none behind."""
         lane = self._context.lane
         flat_part = self._flat_set.flat_parts[lane.step % len(self._flat_set.flat_parts)]
@@ -186,9 +183,9 @@ class DelayedPace(Pace):
         scale = self._loss_scale.now()
         pending_mean = launch_mean(
             self._context, self._flat_set, flat_part, scale, aborted, clock=self._clock, marks=marks,
-            replica_digest=self._announce(), num_steps=self._num_steps, alike=ALIKE_IN_SCALE,
+            replica_digest=self._context.drift_check.announce()[0], num_steps=self._num_steps, alike=ALIKE_IN_SCALE,
         )  # fmt: skip
-        self._context.drift_check.take(pending_mean.number)
+        self._context.drift_check.take(pending_mean.number, silent=bool(self._due))
         self._waiting.append(Average(flat_part.views, scale, pending_mean))
         self._clear_gradients()
 
@@ -208,12 +205,6 @@ class DelayedPace(Pace):
         for flat_bucket in flat_part.flat_buckets if self._mean_scale != 1.0 else ():
             flat_bucket.flat.mul_(self._mean_scale)
         return marks
-
-    def _announce(self) -> bytes:
-        """Return what the header says of this replica; nothing of one that is behind, or was when it was digested."""
-        replica_digest, _ = self._context.drift_check.announce()
-        silent, self._num_silent = self._num_silent, _SILENT if self._due else max(0, self._num_silent - 1)
-        return NO_REPLICA_DIGEST if silent else replica_digest
 
     def _fall_due(self) -> None:
         """The oldest average is to be applied, unless it came to nothing; the same on every rank."""

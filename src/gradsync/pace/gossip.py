@@ -172,7 +172,7 @@ class GossipPace(AfterStep):
     def replicas_equal(self) -> bool:
         return not self._diverged
 
-    def after_backward(self, count: int, aborted: Flag) -> bool:
+    def after_backward(self, count: int, aborted: int) -> bool:
         self._diverged = not self._alone
         return super().after_backward(count, aborted)
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import torch
 
-from gradsync.agreement.header import Flag
 from gradsync.pace.contract import OpenWindow, Pace
 from gradsync.pace.learning_rates import LearningRates
 from gradsync.plan.paces import Accumulate, EveryStep
@@ -68,7 +67,7 @@ class WindowPace(Pace):
                 parameter.grad = hidden if parameter.grad is None else hidden + parameter.grad
         self._hidden.clear()
 
-    def after_backward(self, count: int, aborted: Flag) -> bool:
+    def after_backward(self, count: int, aborted: int) -> bool:
         self.backwards += count
         if not self.has_room_for(self.backwards):
             return True

@@ -52,6 +52,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 P = TypeVar("P", bound=Pending)
 
 _STORE_S = 5.0  # how much longer we wait for the store: a meeting has its own bound, and names who did not come
+_ASKED_FROM = 32  # so many works on streams may stay known beyond their end
 _CLOSING_S = 1.0  # for a thread to end, after what it was handed
 
 
@@ -226,7 +227,8 @@ class Lane:
         with self._joining:
             while self._under_way:
                 oldest = self._under_way[0]
-                if not (oldest.succeeded or oldest.refused or (not oldest.on_host and oldest.landed(0))):
+                asks = not oldest.on_host and len(self._under_way) > _ASKED_FROM  # a GPU, which takes a while
+                if not (oldest.succeeded or oldest.refused or (asks and oldest.landed(0))):
                     break
                 self._under_way.popleft()
             self._under_way.append(pending)

@@ -43,6 +43,7 @@ from torch._C._distributed_c10d import Store
 from gradsync.transport.awake_clock import AwakeClock
 from gradsync.transport.connecting import Attempt, Connect
 from gradsync.transport.cuda_driver import has_happened, only_look_on
+from gradsync.transport.current_stream import current_stream
 from gradsync.transport.nccl_library import BYTES, SUM, NcclError, code_of, load_nccl
 from gradsync.transport.stream_work import StreamWork
 
@@ -167,7 +168,7 @@ class NcclChannel:
         communicator = self._communicator(tensors[0].device)
         stream, done = communicator.stream, torch.cuda.Event()
         with self._using:
-            stream.wait_stream(torch.cuda.current_stream(communicator.device))
+            stream.wait_stream(current_stream(communicator.device))
             self.num_calls += 1
             try:
                 self._nccl.check(call(_handle(communicator), stream.cuda_stream))
@@ -209,7 +210,7 @@ class NcclChannel:
 
     def _in_batch(self, tensor: torch.Tensor) -> tuple[_Communicator, int]:
         communicator = self._communicator(tensor.device)
-        return communicator, torch.cuda.current_stream(communicator.device).cuda_stream
+        return communicator, current_stream(communicator.device).cuda_stream
 
     def _communicator(self, device: torch.device) -> _Communicator:
         index = device.index

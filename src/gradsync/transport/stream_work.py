@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from gradsync.transport.cuda_driver import has_happened
+from gradsync.transport.current_stream import current_stream
 
 
 class StreamWork:
@@ -19,7 +20,7 @@ class StreamWork:
 
     def wait(self) -> None:
         """Have the current stream wait for it; the host does not."""
-        torch.cuda.current_stream(self._device).wait_event(self._done)
+        current_stream(self._device).wait_event(self._done)
         self._keeps = None
 
     def landed(self) -> bool:
@@ -29,7 +30,7 @@ class StreamWork:
 
 def run_on_stream(stream: torch.cuda.Stream, issue: Callable[[], None], keeps: torch.Tensor) -> StreamWork:
     """Run `issue` on this stream, after all that the current stream does so far."""
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    stream.wait_stream(current_stream(stream.device))
     done = torch.cuda.Event()
     with torch.cuda.stream(stream):
         issue()

@@ -208,7 +208,8 @@ class LaneWait(BoundedWait[Pending]):
 
     def _stuck(self, what: str, bucket: int) -> tuple[int, str]:
         """The oldest bucket that has not come through, or else what is being waited for; with its name."""
-        stuck = next((t.bucket for t in list(self._under_way) if t.bucket >= 0 and not t.succeeded), bucket)
+        buckets = [each for each in list(self._under_way) if each.bucket >= 0]
+        stuck = next((b.bucket for b in buckets if not b.succeeded and (b.on_host or not b.landed(0))), bucket)
         return stuck, self._session.describe(stuck) if stuck >= 0 else what
 
 

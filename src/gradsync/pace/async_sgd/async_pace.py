@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from gradsync.agreement.calls import Call
-from gradsync.agreement.header import Flag
 from gradsync.errors import GradSyncError, NonFinite
 from gradsync.pace.async_sgd.worker import AsyncWorker
 from gradsync.pace.contract import Due, Pace, PaceContext, SavedPace, Stats, below
@@ -62,7 +61,7 @@ class AsyncSGDPace(Pace):
         self._due.check_done(self._context.lane)
         self._trained.check()
 
-    def after_backward(self, count: int, aborted: Flag) -> bool:
+    def after_backward(self, count: int, aborted: int) -> bool:
         if aborted:
             self._trained.drop_gradients()
         self._due.set()
