@@ -65,9 +65,13 @@ class Crew:
         told = [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in rows]
         return next((f"rank {rank}: {text}" for rank, text in enumerate(told) if text), "")
 
-    def over(self) -> bool:
-        """Whether the time for measuring is used up; all ranks get the same answer."""
-        return self.most(float(time.time() > self.until))[0] > 0
+    def over(self, needed_s: float = 0.0) -> bool:
+        """Whether less than so many seconds are left for measuring; all ranks get the same answer."""
+        return self.left_s() <= needed_s
+
+    def left_s(self) -> float:
+        """The seconds that are left for measuring, on the rank that has least."""
+        return -self.most(time.time() - self.until)[0]
 
     def timed(self, work: Callable[[], object], times: int, takes_part: bool = True) -> Measured:
         """Of one call, from when all ranks begin to when the last is done."""

@@ -19,7 +19,7 @@ from nccl.arms import EXACT, Arm, Replica
 from nccl.crew import Crew
 from nccl.models import workload
 
-_STEPS, _WARM_UP, _TOP = 50, 10, 40
+_STEPS, _WARM_UP, _TOP, _SLOWDOWN = 50, 10, 40, 5
 
 
 class Row(NamedTuple):
@@ -97,12 +97,15 @@ def _name(what: object) -> str:
 def profile_hooks(crew: Crew, job: dict[str, Any]) -> None:
     """Every rank calls this; rank 0 says what took its time."""
     for kind, cell in job["cells"].items():
+        if crew.over():
+            crew.note(f"{cell}: no time is left for a profile")
+            continue
         replica = Replica(crew, workload(kind, crew.dry), Arm(EXACT))
         replica.begin()
         times = CallTimes()
-        steps = 5 if crew.dry else _STEPS
-        for _ in range(_WARM_UP):
-            replica.step()
+        step_s = crew.timed(replica.step, _WARM_UP).wall_s
+        # With the profiler a step takes several times as long. All ranks agree on the number.
+        steps = 5 if crew.dry else max(3, min(_STEPS, int(crew.left_s() / (_SLOWDOWN * step_s))))
         hook = replica.model.blocks[-1].weight.register_hook(lambda grad, times=times: times.listen())  # type: ignore[union-attr,operator,index]
         crew.meet()
         times.listen_everywhere()

@@ -102,7 +102,7 @@ def _host(options: argparse.Namespace) -> Iterator[Start]:
     cells = {"few large batch 1": "few large", "1000 small batch 1": "1000 small"}
     job = _train(cells, _plain(arms.NO_SYNC, arms.DDP, arms.EXACT), Course(9, 20, 10), options)
     job["work"] = ["train", "profile"] if options.profile else ["train"]
-    yield Start("2 ranks", job, 2, None, 45)
+    yield Start("2 ranks", job, 2, None, 90)
 
 
 def _p2p(options: argparse.Namespace) -> Iterator[Start]:
@@ -123,7 +123,7 @@ PARTS = {
     "loopback": Part(_loopback, 200),
     "hosts": Part(_hosts, 300),
     "planner": Part(_planner, 300),
-    "host": Part(_host, 45),
+    "host": Part(_host, 90),
     "p2p": Part(_p2p, 55),
     "compile": Part(_compile, 150),
 }

@@ -101,17 +101,19 @@ class Contest:
 def take_turns(
     crew: Crew, turns: dict[str, Turn], rounds: int, failed: dict[str, str], tell: Callable[[Samples], None]
 ) -> Samples:
-    """`rounds` samples of each, fewer if the time is over; `tell` is told after every round."""
+    """`rounds` samples of each, fewer if the time does not allow for one more; `tell` is told after every round."""
     samples: Samples = {name: {"wall_s": [], "cpu_s": []} for name in turns}
-    names = list(turns)
+    names, longest_s = list(turns), 0.0
     for number in range(rounds):
-        if number and crew.over():
+        if number and crew.over(longest_s):
             break
+        begun = time.perf_counter()
         for name in names[number % len(names) :] + names[: number % len(names)]:
             measured = turns[name]()
             samples[name]["wall_s"].append(round(measured.wall_s, 7))
             samples[name]["cpu_s"].append(round(measured.cpu_s, 7))
         tell(samples)
+        longest_s = max(longest_s, crew.most(time.perf_counter() - begun)[0])
     return samples
 
 

@@ -125,7 +125,8 @@ theirs = model.weight.detach().clone()
 dist.broadcast(theirs, 0)
 assert torch.equal(theirs, model.weight)
 torch.cuda.synchronize()
-print(dist.group.WORLD._get_backend(torch.device("cuda")).name(), flush=True)
+name = dist.group.WORLD._get_backend(torch.device("cuda")).name()
+os.write(1, f"{name}\\n".encode())  # at once, or the ranks' lines mix
 dist.destroy_process_group()
 """
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections import deque
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -155,7 +155,10 @@ class MessageRoute:
         schedule, rank = checked(recipe, lane.hosts), lane.groups.rank
         self.sent_share = schedule.share_sent_by(rank)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # of GPUs
-        self._program = lru_cache(maxsize=64)(lambda numel, itemsize: Program.compile(schedule, rank, numel, itemsize))
+        compiled = lru_cache(maxsize=64)(partial(Program.compile, schedule, rank))
+        self._program = compiled
+        # NCCL cuts messages itself; several to one rank in a batch would wait for each other.
+        self._uncut = lambda numel, itemsize: compiled(numel, itemsize, max(1, numel * itemsize))
 
     def launch(self, flat: torch.Tensor, bucket: int) -> Pending:
         tag = stamp(self._lane.current_step, bucket)
@@ -168,7 +171,7 @@ class MessageRoute:
         run(program, flat, self._lane.groups.gloo(MESSAGES), tag)
 
     def _run_on_stream(self, flat: torch.Tensor, tag: int) -> StreamWork:
-        channel, program = self._lane.groups.data[flat.device.type], self._program(flat.numel(), flat.element_size())
+        channel, program = self._lane.groups.data[flat.device.type], self._uncut(flat.numel(), flat.element_size())
         if flat.device not in self._streams:
             self._streams[flat.device] = torch.cuda.Stream(flat.device)
         return run_on_stream(self._streams[flat.device], lambda: run(program, flat, channel, tag), flat)
