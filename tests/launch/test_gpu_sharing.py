@@ -106,12 +106,12 @@ def test_mps_serves_ranks_and_is_gone() -> None:
 
 
 SCRIPT = """
-import sys, torch, torch.distributed as dist
+import os, sys, torch, torch.distributed as dist
 import gradsync as gs
 try:
     gs.init(timeout=60, share_gpus={"on": True, "off": False, "env": None}[sys.argv[1]])
 except gs.LaunchError as error:
-    print(error, flush=True)
+    os.write(1, f"{error}\\n".encode())
     sys.exit(3)
 model = torch.nn.Linear(8, 8).cuda()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
