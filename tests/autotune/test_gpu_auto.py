@@ -57,3 +57,8 @@ def check_auto() -> list[str]:
 def test_two_ranks_switch_together(run: Callable[..., Any]) -> None:
     one, two = run(check_auto, timeout=120)
     assert one == two
+
+
+def test_two_ranks_switch_together_over_nccl(nccl: Callable[..., Any]) -> None:
+    one, two = nccl(check_auto, timeout=120)
+    assert one == two

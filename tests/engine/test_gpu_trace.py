@@ -98,6 +98,13 @@ def test_two_ranks_on_one_gpu_tell_of_their_steps(run: Callable[..., Any], tmp_p
         assert (trace.steps[-1].encode_s > 0) == compress
 
 
+def test_two_ranks_over_nccl_tell_of_their_steps(nccl: Callable[..., Any], tmp_path: Path) -> None:
+    took_s = nccl(check_gloo, str(tmp_path), True, timeout=120)
+    for rank, trace in read_run(tmp_path).ranks.items():
+        _check(trace, took_s[rank])
+        assert trace.steps[-1].encode_s > 0
+
+
 def check_observed(folder: str) -> float:
     ddp = DistributedDataParallel(_model(), bucket_cap_mb=4)
     observer = gs.observe(ddp, trace=folder)
