@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -127,6 +129,9 @@ class SlowDevice:
             self.ranks.append(ReplicaDigests(entries, [opt], None))
         self._now = 0
         self._delays: dict[int, int] = {}  # in steps, by reading
+        read: Callable[..., DigestReading] = ReplicaDigests._read
+        under_way: list[Any] = [None]  # in the place of an event
+        monkeypatch.setattr(ReplicaDigests, "_read", lambda *args: replace(read(*args), events=under_way))
         monkeypatch.setattr(DigestReading, "is_there", lambda reading: self._is_there(reading))
 
     def _is_there(self, reading: DigestReading) -> bool:

@@ -65,7 +65,7 @@ _INVERTED = bytes(255 - byte for byte in range(256))
 
 
 class Flag:
-    """What a rank says of its whole step: bits. Plain numbers too, which a step asks a dozen times."""
+    """The bits in which a rank describes its whole step. Plain numbers too: a step asks a dozen times."""
 
     NONE = 0
     ABORTED = 1  # its backward raised: nobody may use this step
@@ -76,7 +76,7 @@ class Flag:
 
 
 class Note:
-    """What follows from a head, and stays visible when headers are merged: bits."""
+    """The bits that follow from a head, and stay visible when headers are merged."""
 
     NONE = 0
     NONFINITE = 1  # its gradients have a NaN or Inf
@@ -181,11 +181,6 @@ class Headers:
     def replicas_differ(self) -> bool:
         """True if what ranks say of their replicas differs; False if one says nothing."""
         return not self.notes & Note.NO_REPLICA and self.differ_in(_REPLICA)
-
-    @property
-    def digests_come_later(self) -> bool:
-        """Whether some rank's GPU still computes what it would say of its replica."""
-        return bool(self.notes & Note.LATER)
 
     @property
     def scales_differ(self) -> bool:

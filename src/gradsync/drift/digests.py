@@ -33,7 +33,7 @@ import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from gradsync.agreement.header import DIGEST_COMES_LATER, NO_REPLICA_DIGEST, Headers
+from gradsync.agreement.header import DIGEST_COMES_LATER, NO_REPLICA_DIGEST, Headers, Note
 from gradsync.engine.bucket import GradEntry
 from gradsync.kernels import digest
 from gradsync.transport.cuda_driver import has_happened
@@ -199,7 +199,7 @@ class DigestReading:
     joined: int = 0  # of all, where the host knows them
 
     def is_there(self) -> bool:
-        """Whether the device is through with it."""
+        """Tell whether the device is through with it."""
         if self.events and all(has_happened(event.cuda_event) for event in self.events):
             self.events.clear()
         return not self.events
@@ -251,7 +251,7 @@ class ReplicaDigests:
         self._announced.append(reading)
         if reading is None or reading.silent:
             return NO_REPLICA_DIGEST, self._scale_on_host()
-        if not reading.is_there():
+        if reading.events and not reading.is_there():
             return DIGEST_COMES_LATER, self._scale_on_host()
         word = reading.word()
         return word, self._scale_on_host() or reading.loss_scale
@@ -261,7 +261,7 @@ class ReplicaDigests:
         reading = self._announced.popleft()
         if reading is None:
             return None
-        if headers.digests_come_later and reading.generation == self.generation:
+        if headers.notes & Note.LATER and reading.generation == self.generation:
             self._readings.appendleft(reading)
         if not headers.replicas_differ:
             return None

@@ -55,7 +55,7 @@ def launch(tensor: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=1)
 def _by_triton() -> Callable[[torch.Tensor, int], torch.Tensor] | None:
-    """What launches the kernel; None where there is no Triton."""
+    """Return what launches the kernel; None where there is no Triton."""
     found: Callable[[torch.Tensor, int], torch.Tensor] | None = None
     if find_spec("triton"):
         found = import_module("gradsync.kernels.digest_triton").launch

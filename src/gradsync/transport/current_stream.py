@@ -11,7 +11,7 @@ _known: dict[tuple[int, int], torch.cuda.Stream] = {}  # by GPU and CUDA's own h
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """What `torch.cuda.current_stream` says of a GPU, which `device` names by its number."""
+    """Return what `torch.cuda.current_stream` says of a GPU, which `device` names by its number."""
     index: int = device.index
     handle: int = torch._C._cuda_getCurrentRawStream(index)
     found = _known.get((index, handle))
