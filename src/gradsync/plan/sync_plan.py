@@ -19,7 +19,7 @@ from gradsync.algorithms.tree import Tree
 from gradsync.compress import toml
 from gradsync.compress.recipe import Compressor, check_compressor, hint_for
 from gradsync.plan import paces
-from gradsync.plan.pace_recipe import Pace, exchange_of
+from gradsync.plan.pace_recipe import Pace, PaceRecipe, exchange_of
 from gradsync.plan.paces import KINDS, every_step
 
 Overlap = Literal["none", "backward"]
@@ -190,7 +190,8 @@ def _meant_pace(value: object) -> str:
     """
     if _is_int(value):
         return f" (did you mean gs.accumulate({value})?)"
-    if callable(getattr(value, "open", None)):
+    begins = getattr(value, "open", None)
+    if callable(begins) and begins is not PaceRecipe.open:
         return "; a pace of your own is a frozen dataclass with steps and open(context)"
     name = value if isinstance(value, str) else getattr(value, "__name__", None)
     return f" (did you mean gs.{name}(...)?)" if isinstance(name, str) and name in KINDS else ""
