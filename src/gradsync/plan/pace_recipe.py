@@ -32,6 +32,7 @@ class Exchange:
     all_reduces: ClassVar[bool] = True  # by the plan's algorithm, and with its compressor
     every_backward: ClassVar[bool] = False  # each ends with the mean, as with DDP
     steps_alike: ClassVar[bool] = False  # one takes as long as another
+    waits_for: ClassVar[str | None] = None  # whom a rank waits for, where that is not the last of all ranks
     some_steps_empty: ClassVar[bool] = False  # the optimizer finds no gradient at all in them
 
     @property
@@ -95,6 +96,7 @@ class WithNeighbour(Exchange):
     """All parameters, to one other rank and from one, after so many steps."""
 
     all_reduces = False
+    waits_for = "a neighbour"
 
     steps: int
 
@@ -105,6 +107,7 @@ class WithOwners(Exchange):
 
     takes_gradients = True
     all_reduces = False
+    waits_for = "the parameters' owners"
 
 
 class PaceRecipe(ABC):
@@ -114,10 +117,10 @@ class PaceRecipe(ABC):
 
     @abstractmethod
     def exchange(self) -> Exchange:
-        """What the ranks do together, and when."""
+        """Return what the ranks do together, and when."""
 
     def open(self, context: Any) -> Any:
-        """The pace at work, a `pace.contract.Pace`, in a `pace.contract.PaceContext`; every rank calls this at once."""
+        """Return the pace at work, a `pace.contract.Pace`, in a `pace.contract.PaceContext`; every rank calls this at once."""
         module, _, made_by = self.at_work.partition(":")
         return getattr(import_module(f"gradsync.pace.{module}"), made_by)(self, context)
 
@@ -131,12 +134,12 @@ class OwnPace(Protocol):
         """The steps from one exchange of parameters to the next, over which a planner spreads its price."""
 
     def open(self, context: Any) -> Any:
-        """The pace at work, a `pace.contract.Pace`, in a `pace.contract.PaceContext`; every rank calls this at once."""
+        """Return the pace at work, a `pace.contract.Pace`, in a `pace.contract.PaceContext`; every rank calls this at once."""
 
 
 Pace = PaceRecipe | OwnPace
 
 
 def exchange_of(pace: Pace) -> Exchange:
-    """What a pace exchanges; of one from outside that tells its steps alone, parameters after so many."""
+    """Return what a pace exchanges; of one from outside that tells its steps alone, parameters after so many."""
     return pace.exchange() if isinstance(pace, PaceRecipe) else BetweenSteps(pace.steps)
