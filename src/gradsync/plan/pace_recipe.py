@@ -120,7 +120,7 @@ class PaceRecipe(ABC):
         """Return what the ranks do together, and when."""
 
     def open(self, context: Any) -> Any:
-        """Return the pace at work, a `pace.contract.Pace`, in a `pace.contract.PaceContext`; every rank calls this at once."""
+        """Return the `pace.contract.Pace` at work in a `pace.contract.PaceContext`; every rank calls this at once."""
         module, _, made_by = self.at_work.partition(":")
         return getattr(import_module(f"gradsync.pace.{module}"), made_by)(self, context)
 
@@ -134,7 +134,7 @@ class OwnPace(Protocol):
         """The steps from one exchange of parameters to the next, over which a planner spreads its price."""
 
     def open(self, context: Any) -> Any:
-        """Return the pace at work, a `pace.contract.Pace`, in a `pace.contract.PaceContext`; every rank calls this at once."""
+        """Return the `pace.contract.Pace` at work in a `pace.contract.PaceContext`; every rank calls this at once."""
 
 
 Pace = PaceRecipe | OwnPace
