@@ -1,4 +1,4 @@
-"""What a pace says of itself before it is at work, as data: which exchange it makes, when, and over how many steps.
+"""Each pace as the others know it: which exchange it makes, as data, when, and over how many steps.
 
     DuringBackward     forward │ backward             │ optimizer     gradients, in each backward
     DuringWindow               │ ════ exchange ══════ │               or in the last one of a window
@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 
 class Exchange:
-    """What the ranks do together, as data; what is said here holds for one that says nothing else."""
+    """Data on what the ranks do together; what is said here holds for one that says nothing else."""
 
     of_gradients: ClassVar[bool] = False  # every rank applies the same ones; else ranks keep parameters of their own
     takes_gradients: ClassVar[bool] = False  # out of `.grad`, as the optimizer is about to step
@@ -37,7 +37,7 @@ class Exchange:
 
     @property
     def window(self) -> int | None:
-        """How many micro-batches the loop brings for one step of the optimizer; None: the pace counts none."""
+        """The number of micro-batches that the loop brings for a step of the optimizer; None: the pace counts none."""
         return None
 
 
@@ -93,7 +93,7 @@ class BetweenSteps(Exchange):
 
 @dataclass(frozen=True)
 class WithNeighbour(Exchange):
-    """All parameters, to one other rank and from one, after so many steps."""
+    """Parameters, all of them, to one other rank and from one, after so many steps."""
 
     all_reduces = False
     waits_for = "a neighbour"
@@ -111,7 +111,7 @@ class WithOwners(Exchange):
 
 
 class PaceRecipe(ABC):
-    """What stands in `Plan(pace=...)`: a frozen dataclass that says what it exchanges, and how it begins."""
+    """The recipe that stands in `Plan(pace=...)`: a frozen dataclass that says what it exchanges, and how it begins."""
 
     at_work: ClassVar[str]  # "module:what", below `gradsync.pace`: what makes the pace of a recipe and a context
 
