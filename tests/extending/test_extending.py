@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import meet
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +22,8 @@ import gradsync as gs
 from gradsync.algorithms.check import check
 from gradsync.algorithms.schedule import Schedule, Transfer
 from gradsync.cluster import Cluster, CodecSpeed, Link
+from gradsync.plan import paces
+from gradsync.plan.pace_recipe import BetweenSteps, DuringNextStep, Exchange, PaceRecipe
 from gradsync.planner.predict import predict
 from gradsync.planner.profile import Gradient, ModelProfile
 from gradsync.planner.recommend import recommend
@@ -154,6 +159,62 @@ def test_the_algorithm_adds_up_every_rank_once_and_as_ddp_does(run: Run) -> None
 
 def test_the_pace_is_local_sgd_to_the_bit(run: Run) -> None:
     assert torch.equal(run(trained_by_name, "a pace")[0], run(trained, gs.Plan(pace=gs.local_sgd(2)))[0])
+
+
+@dataclass(frozen=True)
+class MeetInside(PaceRecipe):
+    """`Meet` as a pace of the package: it says its exchange, and its name in `pace/`."""
+
+    at_work = "meet_now_and_then:MeetPace"
+
+    steps: int
+
+    def exchange(self) -> Exchange:
+        return BetweenSteps(self.steps)
+
+
+@contextmanager
+def meet_inside() -> Iterator[None]:
+    """What docs/extending.md says that it takes: one file in `pace/`, and one line in the table."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, "gradsync.pace.meet_now_and_then", meet)
+        patched.setitem(paces.KINDS, "meet", MeetInside)
+        yield
+
+
+def trained_inside(path: str) -> torch.Tensor:
+    with meet_inside():
+        return trained(gs.Plan.load(path))
+
+
+def test_a_pace_of_the_package_is_one_file_and_one_line_in_a_table(run: Run, tmp_path: Path) -> None:
+    plan, path = gs.Plan(pace=MeetInside(2)), tmp_path / "plan.toml"
+    with meet_inside():
+        plan.save(path)
+        assert gs.Plan.load(path) == plan
+        assert in_words(plan) == "exact · meet(steps=2)"
+        with pytest.raises(ValueError, match='combine="sum" adds gradients up, but meet keeps parameters'):
+            gs.Plan(pace=plan.pace, combine="sum")
+        inside, outside = (predict(PROFILE, CLUSTER, gs.Plan(pace=pace)) for pace in (plan.pace, Meet(2)))
+        assert replace(inside, plan=outside.plan) == outside
+    assert torch.equal(run(trained_inside, str(path))[0], run(trained_by_name, "a pace")[0])
+
+
+@dataclass(frozen=True)
+class Beside(PaceRecipe):
+    """From outside, and it says more than its steps."""
+
+    def exchange(self) -> Exchange:
+        return DuringNextStep(2)
+
+    def open(self, context: Any) -> Any:
+        return None
+
+
+def test_a_pace_from_outside_may_say_what_it_exchanges() -> None:
+    beside, delayed = (predict(PROFILE, CLUSTER, gs.Plan(pace=pace)) for pace in (Beside(), gs.delayed(2)))
+    assert replace(beside, plan=delayed.plan) == delayed
+    assert gs.Plan(pace=Beside(), combine="sum").canonical()["pace"] == {"kind": "Beside"}
 
 
 def all_reduced() -> torch.Tensor:

@@ -31,17 +31,10 @@ from gradsync.engine.step import Synchronization
 from gradsync.errors import Disagreement
 from gradsync.exchange.choose_route import ExactSum, UnfitAlgorithm
 from gradsync.exchange.sender import GradientExchange, Sender, main_device, travelling_devices
-from gradsync.pace.async_sgd.async_pace import AsyncSGDPace
 from gradsync.pace.contract import Pace, PaceContext
-from gradsync.pace.delayed import DelayedPace
-from gradsync.pace.diloco import DiLoCoPace
-from gradsync.pace.gossip import GossipPace
-from gradsync.pace.learning_rates import LearningRates
-from gradsync.pace.local_sgd import LocalSGDPace
-from gradsync.pace.window import WindowPace
-from gradsync.plan import paces
 from gradsync.plan.guard import Guard
-from gradsync.plan.paces import Accumulate, Delayed, EveryStep, LocalSGD
+from gradsync.plan.pace_recipe import exchange_of
+from gradsync.plan.paces import kind_of
 from gradsync.plan.sync_plan import Plan
 from gradsync.trace import Recorder
 from gradsync.transport.groups import group_timeout
@@ -97,16 +90,16 @@ def _warn_of_idle_rules(lane: Lane, plan: Plan, inventory: Inventory) -> None:
 
 def check_pace(plan: Plan, guard: Guard, optimizers: Sequence[Optimizer]) -> None:
     """Refuse what the pace cannot work with."""
-    if isinstance(plan.pace, EveryStep | Accumulate):
+    exchange, name = exchange_of(plan.pace), kind_of(plan.pace)
+    if not exchange.follows_steps:
         return
-    name = paces.kind_of(plan.pace)
     if not optimizers:
         raise ValueError(
             f"{name} acts after the optimizer's steps: pass the optimizer, gs.attach(model, optimizer, plan)"
         )
     if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
         raise ValueError(f"LBFGS runs several backwards in one step, and {name} counts backwards; use gs.every_step()")
-    if guard.nonfinite == "skip" and not isinstance(plan.pace, Delayed):
+    if guard.nonfinite == "skip" and not exchange.of_gradients:
         raise ValueError(
             f'nonfinite="skip" drops a step on every rank, but with {name} a step is each rank\'s own; '
             'use gs.Guard(nonfinite="raise")'
@@ -115,43 +108,21 @@ def check_pace(plan: Plan, guard: Guard, optimizers: Sequence[Optimizer]) -> Non
 
 def check_hooked(plan: Plan, names: Sequence[str]) -> None:
     """Refuse post-accumulate hooks, of the parameters of these names, where the optimizer must step by itself."""
-    if names and isinstance(plan.pace, paces.AsyncSGD):
+    if names and exchange_of(plan.pace).takes_gradients:
         raise ValueError(
-            f"parameter {names[0]} has a post-accumulate hook, but async_sgd sends gradients to their owners in "
-            "optimizer.step(), which an optimizer in such a hook would keep from them: remove it, or use another pace"
+            f"parameter {names[0]} has a post-accumulate hook, but {kind_of(plan.pace)} sends gradients to their "
+            "owners in optimizer.step(), which an optimizer in such a hook would keep from them: remove it, or use "
+            "another pace"
         )
 
 
-def open_pace(plan: Plan, context: PaceContext, parent: dist.ProcessGroup, scaler: GradScaler | None = None) -> Pace:
+def open_pace(context: PaceContext) -> Pace:
     """Make the pace; every rank calls this at once, with equal parameters."""
-    match plan.pace:
-        case EveryStep():
-            return WindowPace(plan.pace, context.parameters)
-        case Accumulate():
-            rates = LearningRates(context.lane, context.optimizers, plan.pace.k)
-            return WindowPace(plan.pace, context.parameters, rates)
-        case LocalSGD():
-            return LocalSGDPace(plan.pace, context, compressed=plan.compress is not None)
-        case Delayed():
-            return DelayedPace(plan.pace, context, plan.combine, scaler)
-        case paces.DiLoCo():
-            return DiLoCoPace(plan.pace, context)
-        case paces.AsyncSGD():
-            return AsyncSGDPace(plan.pace, context, parent, _timeout(context.guard, parent))
-        case paces.Gossip():
-            return GossipPace(plan.pace, context, parent)
-        case paces.OwnPace():
-            opened = plan.pace.open(context)
-            if not isinstance(opened, Pace):
-                raise TypeError(
-                    f"{type(plan.pace).__name__}.open must return a gradsync.pace.contract.Pace, got {opened!r}"
-                )
-            return opened
-    raise AssertionError(f"no pace is known for {plan.pace!r}")
-
-
-def _timeout(guard: Guard, parent: dist.ProcessGroup) -> float:
-    return guard.timeout if guard.timeout is not None else group_timeout(parent)
+    opened = context.plan.pace.open(context)
+    if not isinstance(opened, Pace):
+        name = type(context.plan.pace).__name__
+        raise TypeError(f"{name}.open must return a gradsync.pace.contract.Pace, got {opened!r}")
+    return opened
 
 
 class Engine(NamedTuple):
@@ -194,12 +165,12 @@ class Builder:
         lane, exact, sender = opened
         entries = self.inventory.entries
         parameters: list[tuple[str, torch.nn.Parameter]] = [(entry.name, entry.param) for entry in entries]
-        recorder, limit = Recorder(), plan.bucket_bytes
+        recorder = Recorder()
         context = PaceContext(
-            lane, exact, sender, parameters, self.optimizers, self.buffers, self.guard, limit, len(entries), count(),
-            recorder, self.health_log, self.drift_monitor,
+            plan, self.parent, lane, exact, sender, parameters, self.optimizers, self.scaler, self.buffers, self.guard,
+            len(entries), count(), recorder, self.health_log, self.drift_monitor,
         )  # fmt: skip
-        pace = open_pace(plan, context, self.parent, self.scaler)
+        pace = open_pace(context)
         lane.name_buckets(pace.describe)
         idle = not pace.engine_averages
         synchronization = Synchronization(

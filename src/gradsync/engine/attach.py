@@ -31,7 +31,8 @@ from gradsync.engine.user_hooks import hooked
 from gradsync.errors import Disagreement, say
 from gradsync.plan.auto import PROFILING, Auto
 from gradsync.plan.guard import Guard
-from gradsync.plan.paces import Accumulate, every_step
+from gradsync.plan.pace_recipe import exchange_of
+from gradsync.plan.paces import every_step
 from gradsync.plan.sync_plan import Plan, not_a_plan
 from gradsync.transport.lane import Lane
 
@@ -57,7 +58,7 @@ def plain(plan: Plan | Auto) -> Plan:
     """
     if not isinstance(plan, Plan):
         return Plan(algorithm=native())
-    pace = plan.pace if isinstance(plan.pace, Accumulate) else every_step()
+    pace = every_step() if exchange_of(plan.pace).window is None else plan.pace
     return replace(plan, algorithm=native(), compress=None, pace=pace, audit_every=None)
 
 

@@ -15,7 +15,7 @@ from gradsync.engine.assemble import AttachRequest, open_sender
 from gradsync.engine.parameters import Inventory, take_inventory
 from gradsync.integrations.ddp_state import DDPState
 from gradsync.plan.guard import Guard
-from gradsync.plan.paces import EveryStep
+from gradsync.plan.pace_recipe import exchange_of
 from gradsync.plan.sync_plan import Plan, not_a_plan
 
 Hook = Callable[[DDPState, GradBucket], torch.futures.Future[torch.Tensor]]
@@ -70,7 +70,7 @@ def average_bucket(state: DDPState, bucket: GradBucket) -> torch.futures.Future[
 def _check_plan(plan: Plan) -> None:
     if not isinstance(plan, Plan):
         raise TypeError(not_a_plan(plan))
-    if not isinstance(plan.pace, EveryStep):
+    if not exchange_of(plan.pace).every_backward:
         raise ValueError(
             f"pace={plan.pace!r} is not for a DDP hook, which sees only the backwards that synchronize; "
             "run the others under ddp.no_sync(), or use gs.attach"

@@ -40,7 +40,7 @@ from gradsync.integrations.lightning_refusals import accumulating, refuse
 from gradsync.integrations.lightning_state import StatefulStrategy
 from gradsync.plan.auto import Auto
 from gradsync.plan.guard import Guard
-from gradsync.plan.paces import EveryStep
+from gradsync.plan.pace_recipe import exchange_of
 from gradsync.plan.sync_plan import Plan
 
 __all__ = ["GradSyncStrategy"]
@@ -108,7 +108,7 @@ class GradSyncStrategy(StatefulStrategy):
     def on_train_end(self) -> None:
         """Apply what the pace still has under way: the model that fit leaves is every rank's."""
         super().on_train_end()
-        if self.sync is None or isinstance(self.sync.plan.pace, EveryStep):
+        if self.sync is None or exchange_of(self.sync.plan.pace).every_backward:
             return  # Lightning drops a window of accumulate_grad_batches that was cut short, and so do we
         while self.sync.drain():
             for optimizer in self.optimizers:

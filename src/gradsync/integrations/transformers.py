@@ -25,7 +25,8 @@ from gradsync.integrations import rank_files
 from gradsync.integrations.without_ddp import attach_prepared, check, refuse_wrapped
 from gradsync.plan.auto import Auto
 from gradsync.plan.guard import Guard
-from gradsync.plan.paces import Accumulate, EveryStep
+from gradsync.plan.pace_recipe import exchange_of
+from gradsync.plan.paces import kind_of
 from gradsync.plan.sync_plan import Plan
 
 try:
@@ -122,7 +123,8 @@ class GradSyncCallback(TrainerCallback):
         assert optimizer is not None
         if (control.should_save or control.should_evaluate) and not sync.replicas_equal:
             sync.drain()
-        while control.should_training_stop and not isinstance(sync.plan.pace, EveryStep) and sync.drain():
+        drains = control.should_training_stop and not exchange_of(sync.plan.pace).every_backward
+        while drains and sync.drain():
             optimizer.step()
             optimizer.zero_grad()
 
@@ -130,10 +132,10 @@ class GradSyncCallback(TrainerCallback):
 def _refuse(trainer: Trainer, plan: Plan | Auto | None, guard: Guard | None) -> None:
     if any(isinstance(callback, GradSyncCallback) for callback in trainer.callback_handler.callbacks):
         raise ValueError("this trainer is attached already; make a new Trainer for another plan")
-    if isinstance(plan, Plan) and isinstance(plan.pace, Accumulate):
+    if isinstance(plan, Plan) and (window := exchange_of(plan.pace).window) is not None:
         raise ValueError(
-            f"pace=accumulate({plan.pace.k}) is not for a Trainer, whose steps and learning rate would run "
-            f"{plan.pace.k} times as fast; set gradient_accumulation_steps={plan.pace.k} in TrainingArguments instead"
+            f"pace={kind_of(plan.pace)}({window}) is not for a Trainer, whose steps and learning rate would run "
+            f"{window} times as fast; set gradient_accumulation_steps={window} in TrainingArguments instead"
         )
     if trainer.args.n_gpu > 1:
         raise ValueError(

@@ -29,7 +29,8 @@ from gradsync.engine.handle import GradSync
 from gradsync.launch.init import init
 from gradsync.plan.auto import Auto
 from gradsync.plan.guard import Guard
-from gradsync.plan.paces import Accumulate, Delayed
+from gradsync.plan.pace_recipe import exchange_of
+from gradsync.plan.paces import every_step, kind_of
 from gradsync.plan.sync_plan import Plan
 
 _SERVED = ("NO", "MULTI_CPU", "MULTI_GPU")
@@ -101,14 +102,15 @@ def refuse_wrapped(model: object) -> None:
 
 
 def _check_pace(accelerator: Accelerator, plan: Plan | Auto | None, guard: Guard | None, micro_batches: int) -> None:
-    pace = plan.pace if isinstance(plan, Plan) else None
-    if isinstance(pace, Accumulate) and micro_batches > 1:
+    pace = plan.pace if isinstance(plan, Plan) else every_step()
+    exchange = exchange_of(pace)
+    if exchange.window is not None and micro_batches > 1:
         raise ValueError(
-            f"pace=accumulate({pace.k}) and gradient_accumulation_steps={micro_batches} would accumulate twice, and "
-            "divide twice: leave the pace out, and let the framework accumulate"
+            f"pace={kind_of(pace)}({exchange.window}) and gradient_accumulation_steps={micro_batches} would accumulate "
+            "twice, and divide twice: leave the pace out, and let the framework accumulate"
         )
     skips = guard is not None and guard.nonfinite == "skip"
-    if accelerator.scaler is not None and (isinstance(pace, Accumulate | Delayed) or skips):
+    if accelerator.scaler is not None and (exchange.some_steps_empty or skips):
         raise ValueError(
             "fp16 steps by a GradScaler, which refuses a step without gradients, as "
             f"{'Guard(nonfinite=skip)' if skips else pace} makes it at times: use bf16, or leave that out (it skips a "

@@ -18,6 +18,8 @@ from itertools import count
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from gradsync.agreement.calls import Call
@@ -28,6 +30,7 @@ from gradsync.exchange.choose_route import ExactSum
 from gradsync.exchange.flat_sets import FlatSet
 from gradsync.exchange.sender import Sender
 from gradsync.plan.guard import Guard
+from gradsync.plan.sync_plan import Plan
 from gradsync.trace import Recorder
 from gradsync.transport.lane import Lane
 
@@ -54,14 +57,16 @@ class DriftCheck(Protocol):
 class PaceContext(NamedTuple):
     """The context in which a pace works; the same on every rank."""
 
+    plan: Plan
+    parent: dist.ProcessGroup
     lane: Lane
     exact: ExactSum
     sender: Sender
     parameters: Sequence[tuple[str, torch.nn.Parameter]]
     optimizers: Sequence[Optimizer]
+    scaler: GradScaler | None
     buffers: BufferBroadcast
     guard: Guard
-    bucket_bytes: int | None
     num_marks: int  # parameters that the header counts
     indices: count[int]  # for flat buckets
     recorder: Recorder
@@ -70,7 +75,7 @@ class PaceContext(NamedTuple):
 
     def flat_set(self, named: Sequence[tuple[str, torch.Tensor]], num_flat_parts: int = 1) -> FlatSet:
         """Flat memory for these tensors, of the forms that travel; every rank calls this at once."""
-        return FlatSet(named, self.exact, self.sender, self.indices, self.bucket_bytes, num_flat_parts)
+        return FlatSet(named, self.exact, self.sender, self.indices, self.plan.bucket_bytes, num_flat_parts)
 
 
 class SavedPace(NamedTuple):

@@ -50,7 +50,6 @@ from gradsync.exchange.means import mean_scale
 from gradsync.pace.averages import Average, launch_mean
 from gradsync.pace.contract import Pace, PaceContext, SavedPace, Stats, below, numbers_in_state
 from gradsync.plan.paces import Delayed
-from gradsync.plan.sync_plan import Combine
 from gradsync.transport.lane import Lane
 
 
@@ -98,13 +97,13 @@ def _calling_scaler() -> GradScaler | None:
 class DelayedPace(Pace):
     """`delayed(k)` at work."""
 
-    def __init__(self, pace: Delayed, context: PaceContext, combine: Combine, scaler: GradScaler | None) -> None:
+    def __init__(self, pace: Delayed, context: PaceContext) -> None:
         """Every rank makes it at once."""
         self._delay = pace.k
         self._context = context
         self._params = [param for _, param in context.parameters]
-        self._mean_scale = mean_scale(context.lane.groups.size, combine)
-        self._loss_scale = LossScale(scaler)
+        self._mean_scale = mean_scale(context.lane.groups.size, context.plan.combine)
+        self._loss_scale = LossScale(context.scaler)
         self._flat_set = context.flat_set(context.parameters, num_flat_parts=pace.k + 1)
         context.lane.tell_several_at_once()  # k headers are under way
         self._waiting: deque[Average] = deque()  # under way or back, oldest first; on every rank the same

@@ -43,7 +43,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from gradsync.agreement.calls import Call, check_same_call
 from gradsync.agreement.header import Flag, Head, Headers, header_nbytes, pack_header
@@ -150,7 +149,7 @@ _PAYLOAD_TAG = HANDSHAKE_TAG + 1
 class GossipPace(AfterStep):
     """`gossip(topology)` at work."""
 
-    def __init__(self, pace: paces.Gossip, context: PaceContext, parent: dist.ProcessGroup) -> None:
+    def __init__(self, pace: paces.Gossip, context: PaceContext) -> None:
         """Every rank makes it at once, with equal parameters."""
         groups = context.lane.groups
         self._pace = pace
@@ -158,7 +157,7 @@ class GossipPace(AfterStep):
         self._params = self._trained.params
         self._alone = groups.size == 1
         # Gloo, on whatever the parameters' own group is: messages go through host memory.
-        groups.add_part(parent, _CHANNEL, list(range(groups.size)), HOST)
+        groups.add_part(context.parent, _CHANNEL, list(range(groups.size)), HOST)
         self._channel = groups.gloo(_CHANNEL)
         self._flat_set = context.flat_set(self._trained.named)
         self._flat_part = self._flat_set.flat_parts[0]

@@ -61,13 +61,14 @@ def _fits(value: torch.Tensor, param: torch.Tensor) -> bool:
 class LocalSGDPace(AfterStep):
     """`local_sgd(k)` at work."""
 
-    def __init__(self, pace: LocalSGD, context: PaceContext, compressed: bool) -> None:
+    def __init__(self, pace: LocalSGD, context: PaceContext) -> None:
         """Every rank makes it at once, with equal parameters."""
         self._pace = pace
         super().__init__(context)
         self._size = context.lane.groups.size
         self._params = self._trained.params
         self._flat_set = context.flat_set(self._trained.named)
+        compressed = context.plan.compress is not None
         self._anchor = [param.detach().clone() for param in self._params] if compressed else None
         self._last = 0  # its value at the last average
         self._num_averages = 0

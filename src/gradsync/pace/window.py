@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gradsync.pace.contract import OpenWindow, Pace
+from gradsync.pace.contract import OpenWindow, Pace, PaceContext
 from gradsync.pace.learning_rates import LearningRates
 from gradsync.plan.paces import Accumulate, EveryStep
 
@@ -101,3 +101,9 @@ class WindowPace(Pace):
 
     def close(self, together: bool) -> None:
         self.before_backward()
+
+
+def open_window_pace(pace: EveryStep | Accumulate, context: PaceContext) -> WindowPace:
+    """`every_step()` or `accumulate(k)` at work; the latter looks after learning rates."""
+    rates = None if isinstance(pace, EveryStep) else LearningRates(context.lane, context.optimizers, pace.k)
+    return WindowPace(pace, context.parameters, rates)

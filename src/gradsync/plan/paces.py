@@ -5,20 +5,39 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, get_args
+
+from gradsync.plan.pace_recipe import (
+    BetweenSteps,
+    DuringBackward,
+    DuringNextStep,
+    DuringWindow,
+    Exchange,
+    Pace,
+    PaceRecipe,
+    WithNeighbour,
+    WithOwners,
+)
 
 Topology = Literal["ring", "exponential"]
 StalenessScale = Literal["1/staleness"]
 
 
 @dataclass(frozen=True)
-class EveryStep:
+class EveryStep(PaceRecipe):
     """The pace that `every_step()` makes."""
+
+    at_work = "window:open_window_pace"
+
+    def exchange(self) -> Exchange:
+        return DuringBackward()
 
 
 @dataclass(frozen=True)
-class Accumulate:
+class Accumulate(PaceRecipe):
     """The pace that `accumulate()` makes, its arguments checked."""
+
+    at_work = "window:open_window_pace"
 
     k: int
     backwards: int = 1
@@ -26,10 +45,15 @@ class Accumulate:
     def __post_init__(self) -> None:
         _check_counts("accumulate", k=(self.k, 1), backwards=(self.backwards, 1))
 
+    def exchange(self) -> Exchange:
+        return DuringWindow(self.k)
+
 
 @dataclass(frozen=True)
-class LocalSGD:
+class LocalSGD(PaceRecipe):
     """The pace that `local_sgd()` makes, its arguments checked."""
+
+    at_work = "local_sgd:LocalSGDPace"
 
     k: int
     warmup: int = 0
@@ -39,6 +63,9 @@ class LocalSGD:
         _check_counts("local_sgd", k=(self.k, 1), warmup=(self.warmup, 0))
         if not isinstance(self.optimizer_state, bool):
             raise TypeError(f"local_sgd: optimizer_state must be True or False, got {self.optimizer_state!r}")
+
+    def exchange(self) -> Exchange:
+        return BetweenSteps(self.k)
 
 
 @dataclass(frozen=True)
@@ -57,8 +84,10 @@ class Nesterov:
 
 
 @dataclass(frozen=True)
-class DiLoCo:
+class DiLoCo(PaceRecipe):
     """The pace that `diloco()` makes, its arguments checked."""
+
+    at_work = "diloco:DiLoCoPace"
 
     k: int
     outer: Nesterov = field(default_factory=Nesterov)
@@ -84,20 +113,30 @@ class DiLoCo:
             raise ValueError(f"diloco: mixing must be a number from 0 to 1, got {self.mixing!r}")
         _make_floats(self, "mixing")
 
+    def exchange(self) -> Exchange:
+        return BetweenSteps(self.k, self.fragments, self.delay, copies=2, passes=5)
+
 
 @dataclass(frozen=True)
-class Delayed:
+class Delayed(PaceRecipe):
     """The pace that `delayed()` makes, its argument checked."""
+
+    at_work = "delayed:DelayedPace"
 
     k: int = 1
 
     def __post_init__(self) -> None:
         _check_counts("delayed", k=(self.k, 1))
 
+    def exchange(self) -> Exchange:
+        return DuringNextStep(self.k)
+
 
 @dataclass(frozen=True)
-class AsyncSGD:
+class AsyncSGD(PaceRecipe):
     """The pace that `async_sgd()` makes, its arguments checked."""
+
+    at_work = "async_sgd.async_pace:AsyncSGDPace"
 
     max_staleness: int | None = None
     compensate: float | None = None
@@ -115,10 +154,15 @@ class AsyncSGD:
         if self.scale is not None and self.scale not in get_args(StalenessScale):
             raise ValueError(f'async_sgd: scale must be None or "1/staleness", got {self.scale!r}')
 
+    def exchange(self) -> Exchange:
+        return WithOwners()
+
 
 @dataclass(frozen=True)
-class Gossip:
+class Gossip(PaceRecipe):
     """The pace that `gossip()` makes, its arguments checked."""
+
+    at_work = "gossip:GossipPace"
 
     topology: Topology = "ring"
     every: int = 1
@@ -128,23 +172,12 @@ class Gossip:
         if self.topology not in get_args(Topology):
             raise ValueError(f'gossip: topology must be "ring" or "exponential", got {self.topology!r}')
 
+    def exchange(self) -> Exchange:
+        return WithNeighbour(self.every)
 
-@runtime_checkable
-class OwnPace(Protocol):
-    """A pace from outside of this package: a frozen dataclass that knows how to begin."""
-
-    @property
-    def steps(self) -> int:
-        """The steps from one exchange of parameters to the next, over which a planner spreads its price."""
-
-    def open(self, context: Any) -> Any:
-        """The pace at work, a `pace.contract.Pace`, in a `pace.contract.PaceContext`; every rank calls this at once."""
-
-
-Pace = EveryStep | Accumulate | LocalSGD | DiLoCo | Delayed | AsyncSGD | Gossip | OwnPace
 
 # The names under which they stand in a TOML file: `[pace] kind = "accumulate"`.
-KINDS: dict[str, type] = {
+KINDS: dict[str, type[PaceRecipe]] = {
     "every_step": EveryStep,
     "accumulate": Accumulate,
     "local_sgd": LocalSGD,
@@ -261,7 +294,7 @@ def canonical(pace: Pace) -> dict[str, Any]:
     >>> canonical(async_sgd(2))
     {'kind': 'async_sgd', 'max_staleness': 2}
     """
-    fields: dict[str, Any] = dataclasses.asdict(pace)  # type: ignore[arg-type]
+    fields: dict[str, Any] = dataclasses.asdict(pace)  # type: ignore[call-overload]
     return {"kind": kind_of(pace), **{key: value for key, value in fields.items() if value is not None}}
 
 

@@ -19,7 +19,8 @@ from gradsync.algorithms.tree import Tree
 from gradsync.compress import toml
 from gradsync.compress.recipe import Compressor, check_compressor, hint_for
 from gradsync.plan import paces
-from gradsync.plan.paces import KINDS, AsyncSGD, DiLoCo, Gossip, LocalSGD, OwnPace, Pace, every_step
+from gradsync.plan.pace_recipe import Pace, PaceRecipe, exchange_of
+from gradsync.plan.paces import KINDS, every_step
 
 Overlap = Literal["none", "backward"]
 Combine = Literal["mean", "sum"]
@@ -98,11 +99,10 @@ class Plan:
 
     def _check_combination(self) -> None:
         """Refuse what makes no sense together."""
-        name = paces.kind_of(self.pace)
-        averages_parameters = isinstance(self.pace, LocalSGD | DiLoCo | Gossip | OwnPace)
-        if self.combine == "sum" and (averages_parameters or isinstance(self.pace, AsyncSGD)):
+        name, exchange = paces.kind_of(self.pace), exchange_of(self.pace)
+        if self.combine == "sum" and not exchange.of_gradients:
             raise ValueError(f'combine="sum" adds gradients up, but {name} keeps parameters: use combine="mean"')
-        if isinstance(self.pace, AsyncSGD | Gossip):
+        if not exchange.all_reduces:
             for field_name in ("algorithm", "compress"):
                 if getattr(self, field_name) is not None:
                     raise ValueError(
@@ -190,7 +190,8 @@ def _meant_pace(value: object) -> str:
     """
     if _is_int(value):
         return f" (did you mean gs.accumulate({value})?)"
-    if callable(getattr(value, "open", None)):
+    begins = getattr(value, "open", None)
+    if callable(begins) and begins is not PaceRecipe.open:
         return "; a pace of your own is a frozen dataclass with steps and open(context)"
     name = value if isinstance(value, str) else getattr(value, "__name__", None)
     return f" (did you mean gs.{name}(...)?)" if isinstance(name, str) and name in KINDS else ""

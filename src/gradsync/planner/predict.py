@@ -11,7 +11,15 @@ from statistics import NormalDist
 from gradsync.cluster import Cluster, Device
 from gradsync.compress.param import Param
 from gradsync.compress.recipe import EXACT, Choice, Compressor
-from gradsync.plan.paces import Accumulate, AsyncSGD, Delayed, DiLoCo, EveryStep, Gossip, LocalSGD, OwnPace
+from gradsync.plan.pace_recipe import (
+    BetweenSteps,
+    DuringBackward,
+    DuringNextStep,
+    DuringWindow,
+    WithNeighbour,
+    WithOwners,
+    exchange_of,
+)
 from gradsync.plan.packing import default_limit, pack
 from gradsync.plan.sync_plan import Plan
 from gradsync.planner.collective import Collectives
@@ -144,7 +152,7 @@ def _simulate_pace(
     profile: ModelProfile, plan: Plan, collectives: Collectives, buckets: Sequence[SimulatedBucket], stock: bool
 ) -> _Period:
     """One period of the pace."""
-    device, n, pace = collectives.cluster.device, collectives.size, plan.pace
+    device, n = collectives.cluster.device, collectives.size
     header_cost = collectives.header()
     header = Stage(0.0 if stock else header_cost.seconds, header_cost.load, True)
     # Where ranks share cores, what a profile calls a second takes longer.
@@ -152,35 +160,34 @@ def _simulate_pace(
     whole = profile.compute_s / share
     copy_s = 0.0 if n == 1 else _filling_s(profile, device, stock)
 
-    if isinstance(pace, EveryStep | Accumulate):
-        backward_s = profile.backward_s + copy_s
-        stretch = backward_s / profile.backward_s if profile.backward_s else 1.0
-        compute = ComputeTimes(profile.input_s + profile.forward_s, backward_s, profile.optimizer_s)
-        ready = [bucket._replace(ready_s=stretch * bucket.ready_s) for bucket in buckets]
-        spans = simulate(compute, ready, header, device.cores, plan.overlap == "backward")
-        k = pace.k if isinstance(pace, Accumulate) else 1
-        others = (k - 1) * (whole - profile.optimizer_s / share)
-        return _Period((end_s(spans) + others) / k, (whole + others) / k, 1 / k, n, k, tuple(spans))
-    if isinstance(pace, Delayed):
-        waiting = [bucket._replace(ready_s=0.0) for bucket in buckets]
-        work = ComputeTimes(0.0, profile.compute_s + copy_s, 0.0)
-        spans = simulate(work, waiting, header, device.cores, overlap=True)
-        return _Period(end_s(spans), whole, 1.0, n, pace.k + 1, tuple(spans))
-    alone = simulate(ComputeTimes(0.0, 0.0, 0.0), buckets, header, device.cores, overlap=False)
-    if isinstance(pace, LocalSGD | OwnPace):
-        k = pace.k if isinstance(pace, LocalSGD) else pace.steps
-        return _Period(whole + end_s(alone) / k, whole, 1 / k, n, k, tuple(alone))
-    if isinstance(pace, DiLoCo):
-        # Each fragment is hidden behind `delay` inner steps; what does not fit there is waited for.
-        exposed = max(0.0, end_s(alone) / pace.fragments - pace.delay * whole) * pace.fragments
-        outer_s = 5 * profile.nbytes / device.memory_bandwidth
-        return _Period(whole + (exposed + outer_s) / pace.k, whole, 1 / pace.k, n, pace.k, tuple(alone))
-    if isinstance(pace, Gossip):
-        seconds = collectives.gather(profile.nbytes, 2).seconds if n > 1 else 0.0
-        return _Period(whole + seconds / pace.every, whole, 1 / pace.every, 2, pace.every, ())
-    assert isinstance(pace, AsyncSGD)
-    there, back = collectives.trade(profile.nbytes), collectives.gather(profile.nbytes / n)
-    return _Period(whole + there.seconds + back.seconds, whole, 1.0, 1, 1, ())
+    match exchange := exchange_of(plan.pace):
+        case DuringBackward() | DuringWindow():
+            backward_s = profile.backward_s + copy_s
+            stretch = backward_s / profile.backward_s if profile.backward_s else 1.0
+            compute = ComputeTimes(profile.input_s + profile.forward_s, backward_s, profile.optimizer_s)
+            ready = [bucket._replace(ready_s=stretch * bucket.ready_s) for bucket in buckets]
+            spans = simulate(compute, ready, header, device.cores, plan.overlap == "backward")
+            k = exchange.window or 1
+            others = (k - 1) * (whole - profile.optimizer_s / share)
+            return _Period((end_s(spans) + others) / k, (whole + others) / k, 1 / k, n, k, tuple(spans))
+        case DuringNextStep(delay):
+            waiting = [bucket._replace(ready_s=0.0) for bucket in buckets]
+            work = ComputeTimes(0.0, profile.compute_s + copy_s, 0.0)
+            spans = simulate(work, waiting, header, device.cores, overlap=True)
+            return _Period(end_s(spans), whole, 1.0, n, delay + 1, tuple(spans))
+        case BetweenSteps(steps, fragments, delay):
+            alone = simulate(ComputeTimes(0.0, 0.0, 0.0), buckets, header, device.cores, overlap=False)
+            # Each fragment is hidden behind `delay` steps; what does not fit there is waited for.
+            exposed = max(0.0, end_s(alone) / fragments - delay * whole) * fragments
+            passes_s = exchange.passes * profile.nbytes / device.memory_bandwidth
+            return _Period(whole + (exposed + passes_s) / steps, whole, 1 / steps, n, steps, tuple(alone))
+        case WithNeighbour(steps):
+            seconds = collectives.gather(profile.nbytes, 2).seconds if n > 1 else 0.0
+            return _Period(whole + seconds / steps, whole, 1 / steps, 2, steps, ())
+        case WithOwners():
+            there, back = collectives.trade(profile.nbytes), collectives.gather(profile.nbytes / n)
+            return _Period(whole + there.seconds + back.seconds, whole, 1.0, 1, 1, ())
+    raise AssertionError(f"no price is known for {exchange!r}")
 
 
 def _filling_s(profile: ModelProfile, device: Device, stock: bool) -> float:
@@ -194,7 +201,7 @@ def _filling_s(profile: ModelProfile, device: Device, stock: bool) -> float:
 
 def quality(plan: Plan) -> Quality:
     """Return what a plan does to training."""
-    if not isinstance(plan.pace, EveryStep):
+    if not exchange_of(plan.pace).every_backward:
         return "other training"
     if plan.compress is None:
         return "exact"
@@ -215,13 +222,13 @@ def memory_nbytes(profile: ModelProfile, plan: Plan, world_size: int) -> int:
         payload = sum(payload_nbytes(codec, param) for codec, param in coded)
         gathered = world_size == 2 and any(gathers(codec, param, world_size) for codec, param in coded)
         nbytes += payload * (world_size if gathered else 2)
-    pace = plan.pace
-    if isinstance(pace, DiLoCo):
-        nbytes += 2 * 4 * numel
-    elif isinstance(pace, Delayed):
-        nbytes += pace.k * total
-    elif isinstance(pace, Accumulate):
-        nbytes += total
-    elif isinstance(pace, Gossip | AsyncSGD):
-        nbytes += 2 * total
+    match exchange_of(plan.pace):
+        case BetweenSteps(copies=copies):
+            nbytes += copies * 4 * numel
+        case DuringNextStep(delay):
+            nbytes += delay * total
+        case DuringWindow():
+            nbytes += total
+        case WithNeighbour() | WithOwners():
+            nbytes += 2 * total
     return nbytes

@@ -32,7 +32,7 @@ def in_words(plan: Plan) -> str:
     table = plan.canonical()
     words = [_words(table["algorithm"])] if "algorithm" in table else []
     words.append(_words(table["compress"]) if "compress" in table else "exact")
-    if table["pace"]["kind"] != "every_step":
+    if plan.pace != paces.every_step():
         words.append(_words(table["pace"]))
     if plan.bucket_bytes is not None:
         words.append(f"{plan.bucket_bytes / 2**20:.3g} MiB buckets")

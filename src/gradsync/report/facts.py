@@ -14,7 +14,7 @@ from gradsync.report.rank_stats import RankStats
 from gradsync.report.slow_links import LinkUse, SlowLink
 from gradsync.report.slow_ranks import Blame
 from gradsync.report.table import Table
-from gradsync.report.wording import NOUNS, show_share, waits_for
+from gradsync.report.wording import NOUNS, exchange_in, show_share, waits_for
 from gradsync.trace.lines import Value
 from gradsync.trace.reader import RunTrace
 from gradsync.units import show_nbytes, show_rate, show_seconds
@@ -79,11 +79,9 @@ def count(
 
 
 def _batches_per_step(run: RunTrace) -> int:
-    """Micro-batches that a rank computes in a step, as its plan says; a file may say anything."""
-    plan = next(iter(run.ranks.values())).run.plan or {}
-    pace = plan.get("pace")
-    k = pace.get("k") if isinstance(pace, dict) and pace.get("kind") == "accumulate" else 1
-    return k if type(k) is int and k > 0 else 1
+    """Micro-batches that a rank computes in a step, as its plan says."""
+    exchange = exchange_in(run)
+    return 1 if exchange is None else exchange.window or 1
 
 
 def _of_steps(overhead: Overhead, said: RankStats) -> dict[str, Value]:

@@ -8,7 +8,7 @@ from statistics import median
 from gradsync.report.facts import ReportWarning
 from gradsync.report.overhead import Overhead
 from gradsync.report.table import Table
-from gradsync.report.wording import pace_of, source_of
+from gradsync.report.wording import exchange_in, source_of
 from gradsync.trace.lines import StepLine
 from gradsync.trace.reader import RunTrace
 from gradsync.units import show_seconds
@@ -16,7 +16,6 @@ from gradsync.units import show_seconds
 _HIDDEN = 0.1  # less of what could be hidden: nothing overlaps
 _MATTERS = 0.05  # of the step
 _EARLY = 0.9  # of backward: what leaves before could hide
-_IN_BACKWARD = ("every_step", "accumulate")  # paces whose gradients travel while others are computed
 _RECENT = 20  # detailed steps of a rank that are looked at
 
 
@@ -25,7 +24,8 @@ def warn_of_overlap(run: RunTrace, table: Table, overhead: Overhead) -> Iterable
     hidden, comm_s = overhead.overlap, overhead.comm_s
     if hidden is None or comm_s is None or hidden >= _HIDDEN:
         return
-    if pace_of(run) not in _IN_BACKWARD:
+    exchange = exchange_in(run)
+    if exchange is None or exchange.follows_steps:
         return  # what it exchanges does not come with backward
     if min(comm_s, overhead.network_s) < _MATTERS * overhead.step_s:
         return

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
+from gradsync.plan.pace_recipe import Exchange, exchange_of
+from gradsync.plan.paces import canonical, every_step, from_canonical
 from gradsync.report.lateness import COMPUTATION
 from gradsync.trace.reader import RunTrace
 
@@ -66,17 +68,20 @@ def source_of(run: RunTrace) -> str:
     return next(iter(run.ranks.values())).run.source
 
 
-def pace_of(run: RunTrace) -> str:
-    """Return how often its plan synchronizes, by name; a file may say anything."""
+def exchange_in(run: RunTrace) -> Exchange | None:
+    """Return what its plan exchanges, and when; None if the pace is none of ours: a file may say anything."""
     plan = next(iter(run.ranks.values())).run.plan or {}
-    pace = plan.get("pace")
-    kind = pace.get("kind") if isinstance(pace, dict) else None
-    return kind if isinstance(kind, str) else "every_step"
+    try:
+        fields = dict(plan.get("pace") or canonical(every_step()))
+        return exchange_of(from_canonical(fields.pop("kind"), fields))
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def waits_for(run: RunTrace) -> str | None:
     """Return whom a rank waits for, where that is not the last of all ranks."""
-    return {"async_sgd": "the parameters' owners", "gossip": "a neighbour"}.get(pace_of(run))
+    exchange = exchange_in(run)
+    return None if exchange is None else exchange.waits_for
 
 
 def over_network(run: RunTrace, sent_nbytes: float, nbytes: float) -> bool:

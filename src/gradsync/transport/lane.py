@@ -89,7 +89,7 @@ class Lane:
         self.global_ranks, self.name_buckets, self.notice = session.global_ranks, session.name_buckets, session.notice
         self.warn_after = guard.warn_after  # seconds of waiting after which somebody is told
         self._thread_step = threading.local()
-        self._timeout = timeout
+        self.timeout = timeout
         self._under_way: deque[Pending] = deque()  # oldest first: an error names the first bucket among them
         self._joining = threading.Lock()  # a thread of the exchange launches too
         self._lane_threads = [LaneThread()]
@@ -120,7 +120,7 @@ class Lane:
 
     def meet(self) -> None:
         """Find the other ranks, by the store alone; every rank of the group calls this first."""
-        patience = self._timeout
+        patience = self.timeout
         try:
             self.connect(lambda attempt: self.liveness.meet(attempt, patience), "attach", patience + _STORE_S)
         except BaseException as error:
@@ -133,7 +133,7 @@ class Lane:
         """Make the subgroups by which ranks agree; every rank of the group calls this after they have met."""
         if self.groups.size > 1:
             self.groups.add_subgroups(ControlTree(self.hosts))
-            self.liveness.open_links(self._timeout)
+            self.liveness.open_links(self.timeout)
             self.connect(self.liveness.hear_all, "the first word of all hosts")
 
     def connect(self, make: Callable[[Attempt[T]], T], what: str, timeout: float | None = None) -> T:
@@ -330,7 +330,7 @@ class Lane:
         if self.session.doomed is not None:
             self._raise_if_doomed()
         if pending.on_host and not pending.landed(pending.patience_s):
-            self._wait.until(pending, self._timeout if timeout is None else timeout)
+            self._wait.until(pending, self.timeout if timeout is None else timeout)
         try:
             pending.settle()
         except GradSyncError:
@@ -375,7 +375,7 @@ class Lane:
             if self.session.failed is None:
                 for pending in list(self._under_way):
                     if not pending.on_host and not pending.landed(pending.patience_s):
-                        self._wait.until(pending, self._timeout)
+                        self._wait.until(pending, self.timeout)
                 if together:
                     self.exchange(b".", "the end of the last collective")
         except GradSyncError as error:

@@ -15,13 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradsync.algorithms.builtin import native, shared_memory
-from gradsync.algorithms.halving_doubling import halving_doubling
-from gradsync.algorithms.hierarchical import hierarchical
+from gradsync.algorithms.builtin import shared_memory
 from gradsync.algorithms.price import Algorithm
-from gradsync.algorithms.ring import ring
-from gradsync.algorithms.tree import tree
 from gradsync.exchange.all_reduce import all_reduce
+from gradsync.plan.sync_plan import ALGORITHMS
 
 Call = Callable[[], object]
 
@@ -70,11 +67,7 @@ VARIANTS: Mapping[str, AllReduceVariant] = {
     "shared": _gradsync("shared_memory", shared_memory(), "gs.shared_memory() on a tensor of gs.shared_empty()", True),
     "any": _gradsync("shared_memory", shared_memory(), "gs.shared_memory() on a plain tensor"),
     "auto": _gradsync("auto", None, "gs.all_reduce() as it comes: gradsync chooses"),
-    "native": _gradsync("native", native(), "gs.native()"),
-    "ring": _gradsync("ring", ring(), "gs.ring()"),
-    "tree": _gradsync("tree", tree(), "gs.tree()"),
-    "halving_doubling": _gradsync("halving_doubling", halving_doubling(), "gs.halving_doubling()"),
-    "hierarchical": _gradsync("hierarchical", hierarchical(), "gs.hierarchical()"),
+    **{name: _gradsync(name, kind(), f"gs.{name}()") for name, kind in ALGORITHMS.items() if name not in ALIASES},
     NCCL: AllReduceVariant(NCCL, "the process group's own dist.all_reduce, on GPUs", _bind_backend),
 }
 

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gradsync.algorithms.halving_doubling import halving_doubling
-from gradsync.algorithms.hierarchical import hierarchical
-from gradsync.algorithms.ring import ring
 from gradsync.algorithms.schedule import Recipe, Schedule
-from gradsync.algorithms.tree import tree
 from gradsync.cluster import Hosts
+from gradsync.plan.sync_plan import ALGORITHMS
 
-RECIPES: Mapping[str, Recipe] = {
-    "ring": ring(),
-    "tree": tree(),
-    "halving_doubling": halving_doubling(),
-    "hierarchical": hierarchical(),
-}
+RECIPES: Mapping[str, Recipe] = {name: kind() for name, kind in ALGORITHMS.items() if issubclass(kind, Recipe)}
 
 _MOST_RANKS = 64
 

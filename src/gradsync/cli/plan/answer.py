@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from gradsync.algorithms.builtin import native
 from gradsync.cluster import Cluster
-from gradsync.plan.paces import EveryStep
 from gradsync.plan.sync_plan import Plan
 from gradsync.planner.candidates import Allow
 from gradsync.planner.predict import predict
@@ -53,12 +52,12 @@ class Answer:
     @property
     def lossy(self) -> tuple[Prediction, ...]:
         """The candidates that lose something of each gradient, but take every step."""
-        return tuple(it for it in self.candidates if it.quality == "lossy" and isinstance(it.plan.pace, EveryStep))
+        return tuple(it for it in self.candidates if it.quality == "lossy")
 
     @property
     def other(self) -> tuple[Prediction, ...]:
         """The candidates whose pace changes what is learned, or from how large a batch."""
-        return tuple(it for it in self.candidates if not isinstance(it.plan.pace, EveryStep))
+        return tuple(it for it in self.candidates if it.quality == "other training")
 
     @property
     def needed(self) -> bool:
@@ -91,7 +90,7 @@ def answer(
 
 def trains_the_same(prediction: Prediction) -> bool:
     """Return whether a run learns what exact averaging in every step learns, up to 16-bit rounding."""
-    return prediction.quality in _SAME and isinstance(prediction.plan.pace, EveryStep)
+    return prediction.quality in _SAME
 
 
 def saving(one: Prediction, other: Prediction) -> float:

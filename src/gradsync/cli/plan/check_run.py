@@ -9,7 +9,7 @@ from gradsync.cli.plan.saved_run import SavedRun
 from gradsync.cli.plan.thresholds import least
 from gradsync.cli.plan.what_if import with_faster_link, with_slower_compute
 from gradsync.cluster import Cluster
-from gradsync.plan.paces import Delayed, EveryStep
+from gradsync.plan.pace_recipe import exchange_of
 from gradsync.planner.predict import predict
 from gradsync.planner.prediction import Prediction
 from gradsync.planner.profile import ModelProfile
@@ -59,7 +59,7 @@ def split(prediction: Prediction) -> tuple[float, float]:
 
     What hooks, copies and contention add to computation is computation there. Only `exposed_s` counts it as a cost.
     """
-    if not isinstance(prediction.plan.pace, EveryStep | Delayed):
+    if not exchange_of(prediction.plan.pace).steps_alike:
         return prediction.compute_s, prediction.exposed_s  # the timeline is not that of a mean step
     computing_s = sum(span.stop_s - span.start_s for span in prediction.timeline if span.track == "compute")
     return computing_s, max(0.0, prediction.step_s - computing_s)

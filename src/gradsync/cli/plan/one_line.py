@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from gradsync.cli.plan.answer import SMALL, Answer, saving, trains_the_same
 from gradsync.cli.plan.device_memory import shortage
 from gradsync.cli.plan.figures import show_share
-from gradsync.plan.paces import Accumulate, EveryStep
+from gradsync.plan.pace_recipe import exchange_of
 from gradsync.planner.losses import measured_loss
 from gradsync.planner.prediction import Prediction
 from gradsync.planner.recommend import SAME, simplest
@@ -79,7 +79,7 @@ def _least_lossy(found: Sequence[Prediction]) -> Prediction | None:
     option = min((it for it in found if it.step_s <= _ABOUT * fastest_s), key=_lossiness, default=None)
     if option is None:
         return None
-    if not isinstance(option.plan.pace, EveryStep) and option.plan.compress is not None:
+    if option.quality == "other training" and option.plan.compress is not None:
         exact = [it for it in found if it.plan.compress is None and saving(option, it) <= SAME]
         option = min(exact, key=_lossiness, default=option)
     return simplest(option, found)
@@ -87,7 +87,7 @@ def _least_lossy(found: Sequence[Prediction]) -> Prediction | None:
 
 def _is_close(prediction: Prediction) -> bool:
     loss = measured_loss(prediction.plan.compress)
-    return isinstance(prediction.plan.pace, EveryStep) and loss is not None and loss.close
+    return prediction.quality != "other training" and loss is not None and loss.close
 
 
 def _worse(prediction: Prediction) -> float:
@@ -97,7 +97,7 @@ def _worse(prediction: Prediction) -> float:
 
 
 def _lossiness(prediction: Prediction) -> tuple[bool, float, float]:
-    if isinstance(prediction.plan.pace, EveryStep):
+    if prediction.quality != "other training":
         return False, _worse(prediction), prediction.step_s
     return True, 0.0, prediction.step_s
 
@@ -113,7 +113,7 @@ def _offered(found: Sequence[Prediction]) -> list[str]:
 
 
 def _brought(prediction: Prediction) -> str:
-    what = "a micro-batch" if isinstance(prediction.plan.pace, Accumulate) else "it"
+    what = "it" if exchange_of(prediction.plan.pace).window is None else "a micro-batch"
     return f"{what} to {_cost(prediction)}"
 
 
@@ -128,7 +128,7 @@ def _share(prediction: Prediction) -> str:
 def _price(prediction: Prediction, link: str) -> str:
     if trains_the_same(prediction):
         return ""
-    if not isinstance(prediction.plan.pace, EveryStep):
+    if prediction.quality == "other training":
         return f"{link} trains differently"
     worse = _worse(prediction)
     return f"{link} is lossy" if worse == _UNKNOWN else f"{link} is lossy (loss +{show_share(worse)} where measured)"

@@ -15,7 +15,7 @@ from statistics import fmean, median
 
 from gradsync.cli.plan.plan_inputs import load
 from gradsync.cluster import Cluster
-from gradsync.plan.paces import Delayed, EveryStep
+from gradsync.plan.pace_recipe import exchange_of
 from gradsync.plan.sync_plan import Plan
 from gradsync.planner.profile import ModelProfile
 from gradsync.trace.reader import RankTrace, RunTrace
@@ -41,7 +41,7 @@ def read_run(folder: Path) -> SavedRun:
     """Everything in the folder; a sentence if it is no run."""
     plan = load("--check", folder / "plan.toml", Plan.load)
     # Where steps differ on purpose, a median would forget the dear ones.
-    middle = median if isinstance(plan.pace, EveryStep | Delayed) else fmean
+    middle = median if exchange_of(plan.pace).steps_alike else fmean
     trace = read_trace(folder)
     _check_ranks(trace)
     ranks = [_chosen_steps(folder, rank) for rank in trace.ranks.values()]

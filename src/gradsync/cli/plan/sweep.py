@@ -10,7 +10,6 @@ from gradsync import units
 from gradsync.cli.plan.answer import Answer, trains_the_same
 from gradsync.cli.plan.what_if import with_bandwidth, with_gpus, with_tokens
 from gradsync.cluster import Cluster
-from gradsync.plan.paces import EveryStep
 from gradsync.plan.sync_plan import Plan
 from gradsync.planner.candidates import Allow, candidates
 from gradsync.planner.collective import Collectives
@@ -122,7 +121,7 @@ def _is_plain(plan: Plan) -> bool:
 def _point(axis: Axis, value: float, answer: Answer, plans: Sequence[Plan]) -> SweepPoint:
     ranked = recommend(*_varied(axis.what, value, answer), "all", plans)
     usual = next(it for it in ranked if it.plan == Plan())
-    lossy = [it for it in ranked if it.quality == "lossy" and isinstance(it.plan.pace, EveryStep)]
+    lossy = [it for it in ranked if it.quality == "lossy"]
     measured = answer.cluster.world_size if answer.cluster.calibrated else FAR
     return SweepPoint(
         value,

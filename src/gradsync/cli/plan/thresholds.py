@@ -10,7 +10,6 @@ from gradsync.cli.plan.answer import SMALL, Answer
 from gradsync.cli.plan.figures import samples
 from gradsync.cli.plan.one_line import offers
 from gradsync.cli.plan.what_if import narrow_link, with_bandwidth, with_tokens
-from gradsync.plan.paces import EveryStep
 from gradsync.planner.predict import predict
 from gradsync.planner.prediction import Prediction
 from gradsync.planner.snippet import in_words
@@ -70,7 +69,7 @@ def _compressed(answer: Answer) -> Prediction | None:
     """The compressed candidate: 16 bits if that shrinks anything, else what the verdict speaks of, else the fastest."""
     sixteen = next((it for it in answer.same if it.quality == "16-bit"), None)
     option = next(iter(offers(answer)), None)
-    if option is not None and (option.plan.compress is None or not isinstance(option.plan.pace, EveryStep)):
+    if option is not None and (option.plan.compress is None or option.quality == "other training"):
         option = None
     return sixteen or option or next(iter(answer.lossy), None)
 

@@ -13,7 +13,6 @@ import contextlib
 import time
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from gradsync.agreement.calls import Call
@@ -34,14 +33,14 @@ class AsyncSGDPace(Pace):
 
     replicas_differ = True
 
-    def __init__(self, pace: AsyncSGD, context: PaceContext, parent: dist.ProcessGroup, timeout: float) -> None:
-        """Every rank makes it at once, with equal parameters; `timeout` bounds every wait."""
+    def __init__(self, pace: AsyncSGD, context: PaceContext) -> None:
+        """Every rank makes it at once, with equal parameters."""
         groups = context.lane.groups
-        groups.add_part(parent, _CHANNEL, list(range(groups.size)), HOST)
+        groups.add_part(context.parent, _CHANNEL, list(range(groups.size)), HOST)
         self._context = context
         self._trained = TrainedParameters(context)
         channel, named = groups.gloo(_CHANNEL), self._trained.named
-        self._worker = AsyncWorker(context.lane, channel, named, context.optimizers, pace, timeout)
+        self._worker = AsyncWorker(context.lane, channel, named, context.optimizers, pace, context.lane.timeout)
         self._due = Due(context.optimizers)  # a push
         self._taken: dict[torch.nn.Parameter, torch.Tensor] = {}  # gradients that an optimizer was about to apply
         self._is_level = True  # nobody has pushed since all met
