@@ -26,11 +26,11 @@ _SAFEGUARDS = {"stacklevel", "strict"}  # zip(strict=True) asserts
 
 
 class Mutant(NamedTuple):
-    """One change: where, what, and the whole file after it. `place` is the statement, as `passing` names it."""
+    """One change: where, what, and the whole file after it."""
 
     file: str  # within the package
     line: int
-    place: str
+    statement: int  # the line where its statement begins
     before: str
     after: str
     text: str
@@ -73,7 +73,7 @@ def mutant(package: Path, path: Path, text: str, site: Site) -> Mutant:
     changer = _Replace(site.number, by)
     after = ast.unparse(ast.fix_missing_locations(changer.visit(ast.parse(text))))
     line = getattr(site.node, "lineno", site.statement)
-    return Mutant(file, line, f"{file}:{site.statement}", ast.unparse(site.node), ast.unparse(by), after)
+    return Mutant(file, line, site.statement, ast.unparse(site.node), ast.unparse(by), after)
 
 
 def sites(tree: ast.Module) -> list[Site]:
