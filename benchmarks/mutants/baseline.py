@@ -127,25 +127,28 @@ def _places_of(file: str) -> dict[int, Any]:
 
 def make(rooms: list[str], kept: Path | None, folder: Path, pool: ThreadPoolExecutor) -> Baseline:
     """The baseline of these rooms; what the file `kept` knows is not asked again, and the rest is written there."""
-    stored = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
-    known = {file: TestFile(**one) for file, one in stored.items()}
+    known = {file: TestFile(**one) for file, one in ({} if kept is None else _read(kept)).items()}
     files = test_files(rooms)
     found = {file: known[file] for file in files if file in known and known[file].digest == digest_of(file)}
     missing = [file for file in files if file not in found]
-    others = {file: one for file, one in known.items() if room_of(file) not in rooms}
     print(f"{len(found)} test files are known, {len(missing)} are asked", flush=True)
     for file, one in _ask(missing, rooms, folder, pool):
         found[file] = one
         slow = f"{sum(one.seconds.values()):6.1f} s {file}: {len(one.seconds)} tests"
         print(f"{slow}, unmapped {one.unmapped}, left out {one.left_out}", flush=True)
         if kept is not None:
-            _write(kept, others | found)
+            _add(kept, file, one)
     return Baseline(found)
 
 
-def _write(kept: Path, files: dict[str, TestFile]) -> None:
+def _read(kept: Path) -> dict[str, Any]:
+    return json.loads(kept.read_text()) if kept.exists() else {}
+
+
+def _add(kept: Path, file: str, one: TestFile) -> None:
+    """What others have written meanwhile stays."""
     beside = kept.with_name(f"{kept.name}.new")
-    beside.write_text(json.dumps({file: asdict(one) for file, one in files.items()}, separators=(",", ":")))
+    beside.write_text(json.dumps(_read(kept) | {file: asdict(one)}, separators=(",", ":")))
     beside.replace(kept)
 
 
