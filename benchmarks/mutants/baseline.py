@@ -1,10 +1,10 @@
 """The rooms' tests where nothing is changed: which come by a statement, what each takes, which fail on this machine.
 
 A baseline is made once, test file by test file, and kept in a file. What it says of a test file is used again while
-that file and the helpers beside it say the same. A statement is known by its function (see `places`), so lines may
-move; of a function that has changed since, all tests count that came by any line of it. A baseline only says which
-tests to try, and in which order: that a test passes without a mutant is seen anew on the machine where it fails with
-one (`main.Checked`), so the file may come from another machine.
+that file says the same. A statement is known by its function (see `places`), so lines may move; of a function that has
+changed since, all tests count that came by any line of it. A baseline only says which tests to try, and in which order:
+that a test passes without a mutant is seen anew on the machine where it fails with one (`main.Checked`), so the file
+may come from another machine.
 """
 
 from __future__ import annotations
@@ -39,13 +39,9 @@ class TestFile:
 
 
 def digest_of(file: str) -> str:
-    """Of a test file and the helpers beside it, or of the sources of a room."""
+    """Of a test file, or of the sources of a room."""
     path = ROOT / file
-    if path.is_dir():
-        texts = sorted(path.rglob("*.py"))
-    else:
-        room = ROOT / "tests" / room_of(file)
-        texts = [path, *sorted(one for one in room.rglob("*.py") if not one.name.startswith("test_"))]
+    texts = sorted(path.rglob("*.py")) if path.is_dir() else [path]
     return sha256(b"\0".join(text.read_bytes() for text in texts)).hexdigest()[:16]
 
 
