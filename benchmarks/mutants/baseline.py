@@ -1,7 +1,7 @@
 """The rooms' tests where nothing is changed: which come by a statement, what each takes, which fail on this machine.
 
 A baseline is made once, test file by test file, and kept in a file. What it says of a test file is used again while
-that file says the same. A statement is known by its function (see `places`), so lines may move; of a function that has
+that file does the same. A statement is known by its function (see `places`), so lines may move; of a function that has
 changed since, all tests count that came by any line of it. A baseline only says which tests to try, and in which order:
 that a test passes without a mutant is seen anew on the machine where it fails with one (`main.Checked`), so the file
 may come from another machine.
@@ -9,6 +9,7 @@ may come from another machine.
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -21,7 +22,8 @@ from typing import Any
 
 import passing
 from mutations import Mutant
-from places import places
+from places import Place, places
+from places import digest_of as digest_of_code
 from pytest_runs import PACKAGE, ROOT, Ran, copy_tree, file_of, room_of, run_tests
 
 LIMIT_S = 600.0  # for a file of tests
@@ -39,10 +41,11 @@ class TestFile:
 
 
 def digest_of(file: str) -> str:
-    """Of a test file, or of the sources of a room."""
+    """Of a test file without its docstrings, or of the sources of a room, whose docstrings are tests."""
     path = ROOT / file
-    texts = sorted(path.rglob("*.py")) if path.is_dir() else [path]
-    return sha256(b"\0".join(text.read_bytes() for text in texts)).hexdigest()[:16]
+    if path.is_dir():
+        return sha256(b"\0".join(text.read_bytes() for text in sorted(path.rglob("*.py")))).hexdigest()[:12]
+    return digest_of_code(ast.parse(path.read_text()))
 
 
 def test_files(rooms: Iterable[str]) -> list[str]:
@@ -117,7 +120,7 @@ class Baseline:
 
 
 @cache
-def _places_of(file: str) -> dict[int, Any]:
+def _places_of(file: str) -> dict[int, Place]:
     return places((ROOT / PACKAGE / file).read_text())
 
 
