@@ -174,4 +174,6 @@ def test_hooks_that_were_there_before_are_taken_over_and_checked_by_name() -> No
     assert called == []
     bare.param.register_post_accumulate_grad_hook(lambda _: called.append("late"))
     assert checked == ["weight", "weight", "bias"]
+    for each in (entry, bare):
+        each.param.register_post_accumulate_grad_hook(GradientHook(ignore))
     assert hooked([entry, bare]) == ["weight", "bias"]
