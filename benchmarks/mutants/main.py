@@ -2,13 +2,15 @@
 
     python benchmarks/mutants/main.py --sample 200 --seed 1 --out benchmarks/mutants/results.json
     python benchmarks/mutants/main.py --room agreement --sample 40 --jobs 12   # one room, more at a time
+    python benchmarks/mutants/main.py --sample 0 --baseline build/baseline.json   # only the baseline, for later
     python benchmarks/mutants/main.py --only 17                                # one again, with what pytest prints
     python benchmarks/mutants/main.py --list                                   # what is drawn; nothing runs
     python benchmarks/mutants/main.py --table                                  # the README's table, of --out
 
-First every test file of the rooms runs once on a copy whose statements tell which test comes by. What fails there is
-tried again on a plain copy and left out if it fails again. Then each mutant, in a copy of the tree of its worker, meets
-the tests that come by its line, the shortest first, until one fails. A file of results that is there already goes on.
+First every test file of the rooms runs once on a copy whose statements tell which test comes by; with --baseline FILE
+that is kept, and only test files that changed since run again. What fails there is tried again on a plain copy and left
+out if it fails again. Then each mutant, in a copy of the tree of its worker, meets the tests that come by its line, the
+shortest first, until one fails which passes with nothing changed. A file of results that is there already goes on.
 """
 
 from __future__ import annotations
@@ -17,199 +19,96 @@ import argparse
 import ast
 import json
 import os
-import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import cache_from_source
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
-PACKAGE = Path("src/gradsync")
 ROOMS = ["agreement", "engine", "compress", "exchange", "pace"]
-TREE = ["src", "tests", "benchmarks", "docs", "examples", "pyproject.toml", "README.md"]
 
 sys.path.insert(0, str(HERE.parent))
 
-import passing  # noqa: E402
+import baseline  # noqa: E402
+from baseline import Baseline  # noqa: E402
 from mutations import Mutant, draw  # noqa: E402
+from pytest_runs import PACKAGE, ROOT, Ran, copy_tree, file_of, run_tests  # noqa: E402
 
 from bench_harness import commit, machine, save, table  # noqa: E402
 
 
-class Ran(NamedTuple):
-    """What one pytest did: the numbers, seconds and last outcome of its tests; `code` is None past the time limit."""
-
-    code: int | None
-    number: dict[str, int]
-    seconds: dict[str, float]
-    outcome: dict[str, str]
-
-    @property
-    def failed(self) -> list[str]:
-        return [test for test, outcome in self.outcome.items() if outcome == "failed"]
-
-
 @dataclass
-class Baseline:
-    """The rooms' tests where nothing is changed."""
+class Checked:
+    """Whether a test passes here with nothing changed: asked when it fails with a mutant, once."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
-    places: dict[str, set[str]] = field(default_factory=dict)
-    unmapped: list[str] = field(default_factory=list)  # fail where statements tell, pass where they do not
-    left_out: list[str] = field(default_factory=list)  # fail on this machine without any mutant
+    known: Baseline
+    answers: dict[str, bool] = field(default_factory=dict)
 
-    def meets(self, mutant: Mutant, own: bool = True) -> list[str]:
-        """The tests that come by, the shortest first; then the others of their files, for what is done only once."""
-        tests = [test for test in self.seconds if (room_of(test) == mutant.room) is own]
-        near = self.places.get(mutant.place, set()).intersection(tests)
-        files = {_file(test) for test in near}
-        beside = [test for test in tests if _file(test) in files and test not in near]
-        return sorted(near, key=self.seconds.__getitem__) + beside + [test for test in self.unmapped if test in tests]
-
-    def facts(self, room: str) -> dict[str, Any]:
-        of_room = [seconds for test, seconds in self.seconds.items() if room_of(test) == room]
-        lists = {"unmapped": self.unmapped, "left_out": self.left_out}
-        named = {key: [test for test in tests if room_of(test) == room] for key, tests in lists.items()}
-        return {"tests": len(of_room), "seconds": round(sum(of_room), 1), **named}
+    def passes(self, test: str, tree: Path, end: float) -> bool | None:
+        """None: the time was over before. Workers may ask at once, and find the same."""
+        if test not in self.answers:
+            limit = 30 + 4 * self.known.seconds[test]
+            ran = run_tests(tree, [file_of(test)], max(0.0, min(limit, end - time.monotonic())), [test])
+            if ran.code is None and time.monotonic() >= end:
+                return None
+            self.answers[test] = ran.outcome.get(test) == "passed"
+            if not self.answers[test]:
+                self.known.doubt(test)
+        return self.answers[test]
 
 
-def room_of(test: str) -> str:
-    """Of tests/pace/test_x.py::test_y, or of the doctests in src/gradsync/pace."""
-    return test.removeprefix("tests/").removeprefix(f"{PACKAGE}/").split("/")[0]
+def try_one(mutant: Mutant, own: bool, checked: Checked, tree: Path, end: float, quiet: bool) -> dict[str, Any]:
+    """What the tests make of a mutant: "cut" if the time ended while they ran, nothing if it was over before.
+
+    A test that fails with it, and passes without, has noticed. One that fails without, too, is left out, and the
+    others are asked again.
+    """
+    begun = time.monotonic()
+    if begun >= end:
+        return {}
+    while tests := checked.known.meets(mutant, own):
+        ran = _with(mutant, tests, checked.known, tree, end, quiet)
+        if ran.code is None and time.monotonic() >= end:
+            return {"outcome": "cut"}
+        row = {"outcome": "survived", "seconds": round(time.monotonic() - begun, 1), "tests": len(tests)}
+        if ran.code == 0:
+            return row
+        if ran.code == 5:  # the baseline's tests are not there
+            break
+        by = ran.failed[0] if ran.failed else tests[0]
+        passes = checked.passes(by, tree, end)
+        if passes is None:
+            return {"outcome": "cut"}
+        if passes:
+            said = by if ran.failed else "pytest could not begin"
+            return row | {"outcome": "timeout" if ran.code is None else "killed", "by": said}
+    return {"outcome": "unreached", "seconds": round(time.monotonic() - begun, 1), "tests": 0}
 
 
-def copy_tree(to: Path) -> Path:
-    kept_out = shutil.ignore_patterns("__pycache__", ".hypothesis", "native", "results.json", "*.svg")
-    for name in TREE:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, to / name, ignore=kept_out)
-        else:
-            shutil.copy(ROOT / name, to / name)
-    return to
-
-
-def run_tests(
-    tree: Path, files: list[str], limit: float, wanted: list[str] | None = None, told: Path | None = None,
-    quiet: bool = True,
-) -> Ran:  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="m") as folder:
-        report, page, order = (Path(folder) / name for name in ("report", "page", "wanted"))
-        env = {**os.environ, "MUTANTS_REPORT": str(report), "TMPDIR": folder, "GLOO_SOCKET_IFNAME": "lo"}
-        env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        paths = [str(tree / "src"), str(tree / "benchmarks" / "mutants"), os.environ.get("PYTHONPATH", "")]
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        env.pop("PYTHONDONTWRITEBYTECODE", None)
-        if told is not None:
-            page.write_bytes(bytes(8))
-            env |= {"MUTANTS_TEST": str(page), "MUTANTS_PASSED": str(told)}
-        options = ["-q", "-p", "mutants_plugin", "-p", "no:cacheprovider", "--timeout=60", "--hypothesis-seed=1"]
-        if wanted is not None:
-            order.write_text(json.dumps(wanted))
-            env["MUTANTS_WANTED"] = str(order)
-            options.append("-x")
-        command = [sys.executable, "-m", "pytest", *options, *files]
-        sink = subprocess.DEVNULL if quiet else None
-        child = subprocess.Popen(command, cwd=tree, env=env, stdout=sink, stderr=sink, start_new_session=True)
-        code: int | None = None
-        with suppress(subprocess.TimeoutExpired):
-            code = child.wait(limit)
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)  # its ranks, too
-        child.wait()
-        return _read(code, report)
-
-
-def _read(code: int | None, report: Path) -> Ran:
-    ran = Ran(code, {}, {}, {})
-    for text in report.read_text().splitlines() if report.exists() else []:
-        line = json.loads(text)
-        if "start" in line:
-            ran.number[line["start"]] = line["number"] or 0
-        else:
-            test = line["test"]
-            ran.seconds[test] = ran.seconds.get(test, 0.0) + line["seconds"]
-            if ran.outcome.get(test) in (None, "passed"):
-                ran.outcome[test] = line["outcome"]
-    for test in ran.number:
-        ran.outcome.setdefault(test, "failed")  # begun, and the process ended
-    return ran
-
-
-def baseline(rooms: list[str], folder: Path, pool: ThreadPoolExecutor, limit: float) -> Baseline:
-    telling, files = copy_tree(folder / "telling"), [f"{PACKAGE}/{room}" for room in rooms]
-    for room in rooms:
-        passing.instrument(telling / PACKAGE, room)
-        files += [str(path.relative_to(ROOT)) for path in (ROOT / "tests" / room).rglob("test_*.py")]
-    files = sorted((file for file in files if "gpu" not in file), key=lambda file: -(ROOT / file).stat().st_size)
-
-    def one(file: str) -> tuple[str, Ran, dict[str, set[int]]]:
-        told = folder / f"told-{file.replace('/', '-')}"
-        ran = run_tests(telling, [file], limit, told=told)
-        return file, ran, passing.read(told)
-
-    made = Baseline()
-    again: dict[str, list[str]] = {}
-    for file, ran, places in pool.map(one, files):
-        good = {test: ran.seconds[test] for test, outcome in ran.outcome.items() if outcome == "passed"}
-        made.seconds |= good
-        if ran.failed:
-            again[file] = ran.failed
-        if ran.code not in (0, 1, 5):
-            print(f"{file}: pytest ended with {ran.code} after {len(good)} tests", flush=True)
-        named = {number: test for test, number in ran.number.items()}
-        for place, numbers in places.items():
-            comes_by = good.keys() if 0 in numbers else {named[number] for number in numbers}
-            made.places.setdefault(place, set()).update(comes_by)
-    plain = copy_tree(folder / "plain") if again else folder
-    for ran in pool.map(lambda file: run_tests(plain, [file], limit, again[file]), again):
-        passed = [test for test, outcome in ran.outcome.items() if outcome == "passed"]
-        made.seconds |= {test: ran.seconds[test] for test in passed}
-        made.unmapped += passed
-    made.left_out = sorted(test for tests in again.values() for test in tests if test not in made.seconds)
-    return made
-
-
-def try_one(mutant: Mutant, tests: list[str], known: Baseline, tree: Path, end: float, quiet: bool) -> dict[str, Any]:
-    """What these tests make of a mutant; nothing if the time was over before."""
-    if not tests:
-        return {"outcome": "unreached", "seconds": 0.0, "tests": 0}
+def _with(mutant: Mutant, tests: list[str], known: Baseline, tree: Path, end: float, quiet: bool) -> Ran:
     path = tree / PACKAGE / mutant.file
     original = path.read_text()
-    limit, begun = 30 + 4 * sum(known.seconds[test] for test in tests), time.monotonic()
+    limit = 30 + 4 * sum(known.seconds[test] for test in tests)
     try:
         _write(path, mutant.text)
-        files = sorted({_file(test) for test in tests})
-        ran = run_tests(tree, files, max(0.0, min(limit, end - begun)), tests, quiet=quiet)
+        files = sorted({file_of(test) for test in tests})
+        return run_tests(tree, files, max(0.0, min(limit, end - time.monotonic())), tests, quiet=quiet)
     finally:
         _write(path, original)
-    if ran.code is None and time.monotonic() >= end:
-        return {}
-    row: dict[str, Any] = {"outcome": {0: "survived", None: "timeout"}.get(ran.code, "killed")}
-    row |= {"seconds": round(time.monotonic() - begun, 1), "tests": len(tests)}
-    if row["outcome"] != "survived":
-        row["by"] = ran.failed[0] if ran.failed else "pytest could not begin"
-    return row
 
 
 def _write(path: Path, text: str) -> None:
     """Bytecode is told apart by second and size: a mutant of the same length would run as the original."""
     path.write_text(text)
     Path(cache_from_source(str(path))).unlink(missing_ok=True)
-
-
-def _file(test: str) -> str:
-    return test.partition("::")[0]
 
 
 @contextmanager
@@ -246,6 +145,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
     parser.add_argument("--controls", type=int, default=5, help="copies without a change that have to pass")
+    parser.add_argument("--baseline", type=Path, help="keep what the tests come by in this file, and read it there")
     parser.add_argument("--only", type=int, nargs="+", help="the numbers of the mutants to try, loud")
     parser.add_argument("--elsewhere", action="store_true", help="try survivors on the other rooms' tests, too")
     parser.add_argument("--minutes", type=float, default=600, help="begin nothing, and end what runs, after that long")
@@ -277,7 +177,8 @@ def _try_all(chosen: dict[int, Mutant], stored: dict[str, Any], about: dict[str,
     with tempfile.TemporaryDirectory(prefix="mutants") as name, workers(options.jobs, Path(name)) as (pool, trees):
         folder = Path(name)
         drawn = sorted({one.room for one in todo.values()})
-        known = baseline(ROOMS if options.elsewhere else drawn, folder, pool, 240)
+        known = baseline.make(ROOMS if options.elsewhere else options.room, options.baseline, folder, pool)
+        checked = Checked(known)
         facts = {room: known.facts(room) for room in drawn}
         for room, found in facts.items():
             print(f"{room}: {json.dumps(found, indent=1)}", flush=True)
@@ -287,17 +188,21 @@ def _try_all(chosen: dict[int, Mutant], stored: dict[str, Any], about: dict[str,
         def tried(one: Mutant) -> dict[str, Any]:
             tree, quiet = trees.get(), options.only is None
             try:
-                row = try_one(one, known.meets(one), known, tree, end, quiet)
+                row = try_one(one, True, checked, tree, end, quiet)
                 if row.get("outcome") in ("survived", "unreached") and options.elsewhere:
-                    row["elsewhere"] = try_one(one, known.meets(one, own=False), known, tree, end, quiet)
+                    row["elsewhere"] = try_one(one, False, checked, tree, end, quiet)
                 return row
             finally:
                 trees.put(tree)
 
         controls = [pool.submit(tried, control(one)) for one in list(todo.values())[: options.controls]]
         futures = {number: pool.submit(tried, one) for number, one in todo.items()}
+        cut = []
         for number, future in futures.items():
-            if row := future.result():
+            row = future.result()
+            if row.get("outcome") == "cut":
+                cut.append(number)
+            elif row:
                 one = chosen[number]
                 change = {"file": one.file, "line": one.line, "before": one.before, "after": one.after}
                 rows.append({"number": number, "room": one.room, **change, **row})
@@ -307,11 +212,12 @@ def _try_all(chosen: dict[int, Mutant], stored: dict[str, Any], about: dict[str,
                     save(options.out, about | {"mutants": rows})
         bad = [row for future in controls if (row := future.result()).get("outcome") in ("killed", "timeout")]
         if not options.only:
-            save(options.out, {"controls": {"tried": len(controls), "failed": bad}})
-    print(
-        f"{len(bad)} of {len(controls)} controls failed {bad or ''}; {len(chosen) - len(rows)} mutants were not tried"
-    )
-    print(f"{time.monotonic() - begun:.0f} s in all\n\n{rates(rows)}" if rows else "")
+            save(
+                options.out, {"controls": {"tried": len(controls), "failed": bad}, "cut": cut, "doubted": known.doubted}
+            )
+    print(f"{len(bad)} of {len(controls)} controls failed {bad or ''}; left out here: {known.doubted}")
+    print(f"{len(chosen) - len(rows) - len(cut)} mutants were not tried, {len(cut)} were cut by the end of the time")
+    print(f"{time.monotonic() - begun:.0f} s in all\n\n{rates(rows) if rows else ''}")
 
 
 if __name__ == "__main__":

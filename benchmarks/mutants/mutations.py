@@ -1,7 +1,8 @@
 """Mutants of a room, drawn at random: one small change of the program in one file.
 
 Only what runs in a function is changed. Docstrings, annotations, default values, assertions, what is raised and the
-text of messages, `__repr__` and the like are left as they are: no test should hold the program to them.
+text of messages, `__repr__` and the like are left as they are: no test should hold the program to them. So are four
+arguments of calls that change nothing of what it does (`_NO_BEHAVIOUR`).
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ _ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
 }  # fmt: skip
 _NO_PROGRAM = {"annotation", "returns", "decorator_list", "args", "type_params"}
 _FOR_PEOPLE = {"__repr__", "__str__", "__rich__"}
-_SAFEGUARDS = {"stacklevel", "strict"}  # zip(strict=True) asserts
+# Of calls: zip(strict=True) and check_invariants assert, stacklevel is of a message, maxsize is how much a memo keeps.
+_NO_BEHAVIOUR = {"stacklevel", "strict", "check_invariants", "maxsize"}
 
 
 class Mutant(NamedTuple):
-    """One change: where, what, and the whole file after it. `place` is the statement, as `passing` names it."""
+    """One change: where, what, and the whole file after it."""
 
     file: str  # within the package
     line: int
-    place: str
+    statement: int  # the line where its statement begins
     before: str
     after: str
     text: str
@@ -73,7 +75,7 @@ def mutant(package: Path, path: Path, text: str, site: Site) -> Mutant:
     changer = _Replace(site.number, by)
     after = ast.unparse(ast.fix_missing_locations(changer.visit(ast.parse(text))))
     line = getattr(site.node, "lineno", site.statement)
-    return Mutant(file, line, f"{file}:{site.statement}", ast.unparse(site.node), ast.unparse(by), after)
+    return Mutant(file, line, site.statement, ast.unparse(site.node), ast.unparse(by), after)
 
 
 def sites(tree: ast.Module) -> list[Site]:
@@ -98,7 +100,7 @@ def _program(node: ast.AST, line: int | None) -> Iterator[tuple[ast.AST, int]]:
         if name in _NO_PROGRAM and not isinstance(node, ast.Call):
             continue
         for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST) and not (isinstance(child, ast.keyword) and child.arg in _SAFEGUARDS):
+            if isinstance(child, ast.AST) and not (isinstance(child, ast.keyword) and child.arg in _NO_BEHAVIOUR):
                 yield from _program(child, line)
 
 

@@ -181,6 +181,32 @@ def complaint(*rows: tuple[Head, list[int]], ranks: tuple[int, ...] = (10, 11, 1
     return str(caught.value)
 
 
+FIELDS = {"step": 5, "layout_hash": 78, "backwards": 2, "num_steps": 1, "call": 1}
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("num_steps", [-1, 0, 1, 2])
+def test_ranks_that_take_part_differ_by_all_they_say_and_by_nothing_they_keep_to_themselves(
+    num_steps: int, weighted: bool
+) -> None:
+    flags = int(Flag.WEIGHTED) if weighted else 0
+    one = head(num_steps=num_steps, flags=flags)
+    assert headers((one, [T]), (one, [T])).same_place
+    for field, value in FIELDS.items():
+        two = one._replace(**{field: value})
+        silent = weighted if field == "backwards" else field == "num_steps" and (num_steps < 0 or two == one)
+        for pair in ((one, two), (two, one)):
+            same = headers(*[(each, [T]) for each in pair]).same_place
+            assert same == (silent or field == "call"), f"{field} {value} beside {getattr(one, field)}"
+
+
+@pytest.mark.parametrize("flag", [Flag.SHADOW, Flag.ABORTED])
+def test_who_takes_no_part_is_in_no_other_place(flag: Flag) -> None:
+    out = head(step=9, layout_hash=1, backwards=7, num_steps=3, flags=int(flag))
+    assert headers((head(), [T]), (out, [T])).same_place
+    assert headers((out, [T]), (head(num_steps=4), [T])).same_place
+
+
 def test_ranks_in_step_may_go_on() -> None:
     check_headers(headers((head(), [U, T]), (head(), [T, U])), ["w", "b"], (0, 1))
 

@@ -291,3 +291,29 @@ def join_with_a_scaler() -> dict[str, Any]:
 def test_after_join_all_have_the_scale_of_the_last(run: Callable[..., Any]) -> None:
     first, second = run(join_with_a_scaler)
     assert first == second
+
+
+def unscale_what_others_brought() -> list[tuple[float, float]]:
+    """On each step the gradient after unscale_(), and after step(); rank 1's loss touches no parameter."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    sync, found = gs.attach(model, optimizer, scaler=scaler), []
+    for step in range(3):
+        x = torch.full((1, 1), 2.0 * (step + 1), requires_grad=True)
+        loss = model(x).sum() if dist.get_rank() == 0 or step == 0 else x.sum()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        assert model.weight.grad is not None, "it took part, so that it clips what all apply"
+        unscaled = model.weight.grad.item()
+        scaler.step(optimizer)
+        scaler.update()
+        found.append((unscaled, model.weight.grad.item()))
+        optimizer.zero_grad()
+    sync.detach()
+    return found
+
+
+def test_a_rank_whose_loss_touched_nothing_unscales_the_average_of_the_others(run: Callable[..., Any]) -> None:
+    assert run(unscale_what_others_brought) == [[(2.0, 2.0), (2.0, 2.0), (3.0, 3.0)]] * 2

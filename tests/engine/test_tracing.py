@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -126,6 +128,18 @@ def test_every_kind_of_plan_leaves_a_trace(
             assert 0 < last.nbytes < last.raw_nbytes
             assert min(last.encode_s, last.decode_s) > 0
             assert compressor in {bucket.compressor for bucket in trace.layouts[-1].buckets}
+
+
+@pytest.mark.parametrize("compressor", [None, gs.int8()])
+def test_steps_whose_buckets_are_not_told_still_say_what_compression_took(
+    run: Run, tmp_path: Path, compressor: Any
+) -> None:
+    for trace in traced(run, tmp_path, gs.Plan(compress=compressor), 70).values():
+        brief = [step for step in trace.steps if step.buckets is None]
+        assert 10 < len(brief) < 20, "of the steps after the fiftieth one in ten is detailed"
+        for step in brief:
+            assert (step.header, step.gradients) == (None, None)
+            assert (step.encode_s > 0, step.decode_s > 0) == (compressor is not None,) * 2
 
 
 @pytest.mark.parametrize("pace", [gs.gossip(), gs.async_sgd(0)])
@@ -367,3 +381,27 @@ def test_a_resumed_run_counts_on_from_its_first_step(run: Run, tmp_path: Path) -
     for trace in read.ranks.values():
         assert [step.step for step in trace.steps] == [5, 6, 7, 8, 9]
         assert len(trace.earlier) == 1
+
+
+def exit_attached(folder: str, error: BaseException | None) -> None:
+    """As a process that ends with the model attached, after an error that nobody caught."""
+    handlers: list[Callable[[], None]] = []
+    exits = SimpleNamespace(register=handlers.append, unregister=handlers.remove)
+    with patch("gradsync.engine.trace_step.atexit", exits):
+        sync = gs.attach(nn.Linear(2, 2), trace=folder)
+        [handler] = handlers
+        with patch.object(sys, "last_value", error, create=True):
+            handler()
+        assert not handlers
+    sync.detach()
+
+
+@pytest.mark.parametrize("error", [None, ArithmeticError("no such batch")])
+def test_a_process_that_ends_attached_says_why(run: Run, tmp_path: Path, error: BaseException | None) -> None:
+    run(exit_attached, str(tmp_path), error)
+    for trace in read_run(tmp_path).ranks.values():
+        assert trace.end is not None
+        assert trace.end.why == ("exit" if error is None else "exception")
+        assert [(each.what, each.text) for each in trace.errors] == (
+            [] if error is None else [("ArithmeticError", "no such batch")]
+        )

@@ -232,3 +232,9 @@ def test_a_dtype_that_cannot_be_added_is_named_and_the_group_still_works(run: An
 def test_without_a_group_all_reduce_says_how_to_get_one() -> None:
     with pytest.raises(ValueError, match=r"there is no process group yet; call gs.init\(\) before gs.all_reduce\(\)"):
         gs.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize("asked", [{"compress": "int8"}, {"algorithm": "ring"}, {"compress": gs.ring()}], ids=str)
+def test_what_is_no_compressor_or_algorithm_is_refused_before_anything_else(asked: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=next(iter(asked))):
+        gs.all_reduce(torch.ones(3), **asked)

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import gradsync as gs
-from gradsync.compress.param import Param
-from gradsync.compress.recipe import EXACT
-from gradsync.exchange.flat import Item, cut_bytes, lay_out, pack_items, sum_nbytes
+from gradsync.compress.param import Param, Span
+from gradsync.compress.recipe import EXACT, Choice
+from gradsync.errors import NotEnoughMemory
+from gradsync.exchange.flat import (
+    FlatBucket,
+    Form,
+    Item,
+    carve,
+    cut_bytes,
+    lay_out,
+    make_flat_buckets,
+    pack_items,
+    sum_nbytes,
+)
 
 DTYPES = [torch.uint8, torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -93,3 +106,101 @@ def test_an_item_has_room_for_every_element_of_a_tensor_with_holes(make: object)
     item.of(flat).copy_(tensor)
     assert torch.equal(item.of(flat), tensor)
     assert sorted(flat.tolist()) == sorted(tensor.flatten().tolist())
+
+
+def bucket_of(num_items: int, choice: Choice = EXACT) -> FlatBucket:
+    items, form = lay_out(items_of([torch.empty(5, 3)] * num_items))
+    return FlatBucket(4, form.zeros(), items, choice)
+
+
+def test_a_bucket_is_described_by_its_number_and_its_first_names() -> None:
+    assert [bucket_of(number).describe() for number in (1, 3, 4, 6)] == [
+        "bucket 4 (p0)",
+        "bucket 4 (p0, p1, p2)",
+        "bucket 4 (p0, p1, p2 and 1 more)",
+        "bucket 4 (p0, p1, p2 and 3 more)",
+    ]
+
+
+def test_a_bucket_counts_its_bytes_with_and_without_gaps_and_as_its_compressor_claims() -> None:
+    plain = bucket_of(2)
+    assert (plain.nbytes, plain.raw_nbytes, plain.payload_nbytes) == (2 * 64, 2 * 60, 2 * 64)
+    coded = bucket_of(2, gs.bf16().choose(Param("p0", (5, 3))))
+    assert (coded.nbytes, coded.raw_nbytes, coded.payload_nbytes) == (2 * 64, 2 * 60, 2 * 30)
+
+
+def test_a_bucket_begins_to_keep_once_and_can_keep_with_another() -> None:
+    first, second = (bucket_of(2, gs.error_feedback(gs.bf16()).choose(Param("p0", (5, 3)))) for _ in range(2))
+    first.begin_keeping()
+    assert first.residual is not None
+    first.residual.fill_(1)
+    first.begin_keeping()
+    assert first.residual.eq(1).all(), "what is there stays"
+    second.keep_with(first)
+    assert second.residual is first.residual
+    assert second.factors is first.factors
+    second.keep_with(None)
+    assert (second.residual, second.factors) == (None, {})
+    assert first.residual is not None
+
+
+def test_a_compressor_is_told_a_matrix_as_it_lies_in_memory() -> None:
+    by_rows, by_columns = torch.empty(4, 6), torch.empty(6, 4).t()
+    assert Item.like("w", by_rows).param == Param("w", (4, 6), torch.float32)
+    assert Item.like("w", by_columns).param == Param("w", (6, 4), torch.float32)
+    assert Item.by_rows("w", by_columns).param == Param("w", (4, 6), torch.float32)
+    [_, item] = lay_out(items_of([by_rows, by_columns])).items
+    assert item.span == Span("p1", 32, 24)
+
+
+def test_a_part_of_a_bucket_is_where_its_items_are() -> None:
+    whole = torch.arange(200.0)
+    [_, item], _ = lay_out(items_of([torch.empty(3), torch.empty(2, 2)]))
+    assert item.of(whole).tolist() == [[16, 17], [18, 19]]
+    assert item.of(whole[100:]).tolist() == [[116, 117], [118, 119]]
+
+
+class Memory:
+    """A team's memory with so many bytes."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory = torch.zeros(nbytes, dtype=torch.uint8)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        if nbytes > self.memory.numel():
+            raise NotEnoughMemory(f"{nbytes} bytes are too many")
+        return self.memory
+
+
+FORMS = [Form(numel, torch.float32, torch.device("cpu")) for numel in (10, 2000, 30)]
+
+
+def test_what_is_shared_lies_in_the_memory_of_the_team_on_pages_of_its_own() -> None:
+    team = Memory(4096 + 8192)
+    first, second, third = carve(team, FORMS, [True, False, True])  # type: ignore[arg-type]
+    assert [len(flat) for flat in (first, second, third)] == [10, 2000, 30]
+    assert (first.data_ptr(), third.data_ptr()) == (team.memory.data_ptr(), team.memory.data_ptr() + 4096)
+    inside = range(team.memory.data_ptr(), team.memory.data_ptr() + team.memory.numel())
+    assert second.data_ptr() not in inside
+    for flat in (first, second, third):
+        assert flat.eq(0).all()
+        flat.fill_(1)
+    assert team.memory.count_nonzero() == 2 * (10 + 30), "each 1.0 has two bytes that are not zero"
+
+
+def test_without_enough_memory_of_the_team_ordinary_memory_serves_and_says_so() -> None:
+    team = Memory(4096)
+    with pytest.warns(UserWarning, match="^8192 bytes are too many; gradients are staged through a small window"):
+        flats = carve(team, FORMS, [True, False, True])  # type: ignore[arg-type]
+    assert [(len(flat), int(flat.count_nonzero())) for flat in flats] == [(10, 0), (2000, 0), (30, 0)]
+    for flat in flats:
+        flat.fill_(1)
+    assert not team.memory.any()
+
+
+def test_flat_buckets_take_the_next_numbers_and_no_more() -> None:
+    layouts = [(lay_out(items_of([torch.empty(size)])), EXACT) for size in (3, 40)]
+    numbers = count(5)
+    made = make_flat_buckets(layouts, numbers, lambda forms: [form.zeros() for form in forms])
+    assert [(each.index, each.flat.numel(), each.items[0].shape) for each in made] == [(5, 16, (3,)), (6, 48, (40,))]
+    assert next(numbers) == 7

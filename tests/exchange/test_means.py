@@ -47,6 +47,30 @@ def test_tensors_become_their_means_where_they_lie(run: Callable[..., list[Any]]
     run(means, equal, ranks=3)
 
 
+def mean_of_thirds() -> tuple[list[float], list[float]]:
+    """Of a number that three thirds of do not make again."""
+    world = dist.group.WORLD
+    assert world is not None
+    stand = group_cache(world)
+    exact = stand.exact(world, torch.device("cpu"), None)
+    odd = torch.tensor([0.1 + 0.2, 1 / 3, 1e-45, 2.0**-149 * 5])
+    averaged, levelled = odd.clone(), odd.clone()
+    average(stand.lane, exact, [averaged])
+    level(stand.lane, exact, [levelled])
+    assert torch.equal(levelled, odd)
+    mine = torch.tensor([3.0, 6.0, 9.0][dist.get_rank()], dtype=torch.float64)
+    average(stand.lane, exact, [mine])
+    other = torch.tensor([3.0, 6.0, 9.0][dist.get_rank()], dtype=torch.float64)
+    level(stand.lane, exact, [other])
+    return [mine.item(), other.item()], averaged.tolist()
+
+
+def test_three_ranks_with_the_same_keep_it_to_the_bit_and_others_get_their_mean(
+    run: Callable[..., list[Any]],
+) -> None:
+    assert [means for means, _ in run(mean_of_thirds, ranks=3)] == [[6.0, 6.0]] * 3
+
+
 def test_the_scales_of_all_ranks_add_up_to_one() -> None:
     assert sum(mean_scale(8) for _ in range(8)) == 1.0
     assert mean_scale(8, "sum", weight=5.0) == 1.0

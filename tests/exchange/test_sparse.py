@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsync as gs
+from gradsync.exchange.group_cache import group_cache
+from gradsync.exchange.sparse import average_sparse
 
 ROWS = 10
 # What each of three ranks looks up, step after step.
@@ -183,3 +185,48 @@ def test_accumulated_and_weighted_sparse_gradients_average_as_dense_ones(run: An
     assert sparse[0] == sparse[1]
     for one, other in zip(sparse[0], dense[0], strict=True):
         assert one == pytest.approx(other, rel=1e-12)
+
+
+# For each of three ranks: which rows it has, and by what it multiplies.
+BROUGHT: dict[str, list[tuple[list[int], float]]] = {
+    "a rank that weighs nothing": [([0, 1], 0.5), ([2, 2, 3], 0.0), ([1], 0.25)],
+    "nobody weighs anything": [([0], 0.0), ([1], 0.0), ([2], 0.0)],
+    "longer and shorter ones": [([4, 1, 1, 0], 1.0), ([], 1.0), ([1], 2.0)],
+}
+
+
+def brought_by(rank: int, case: str) -> list[torch.Tensor]:
+    """Gradients with rows of no dimension, of one and of two; NaN where it weighs nothing."""
+    rows, scale = BROUGHT[case][rank]
+    found = []
+    for shape in ((), (2,), (2, 3)):
+        numbers = torch.arange(1.0, 1 + len(rows) * torch.Size(shape).numel()).view(len(rows), *shape)
+        values = numbers if scale else numbers * torch.nan
+        indices = torch.tensor([rows], dtype=torch.int64)
+        found.append(torch.sparse_coo_tensor(indices, values, (5, *shape), check_invariants=True))
+    return found
+
+
+def average_directly(case: str) -> list[Any]:
+    world = dist.group.WORLD
+    assert world is not None
+    cache = group_cache(world)
+    cache.exact(world, torch.device("cpu"), None)
+    rank = dist.get_rank()
+    found = average_sparse(cache.lane, brought_by(rank, case), ["a", "b", "c"], BROUGHT[case][rank][1])
+    assert all(each.is_coalesced() for each in found)
+    return [(each.indices().tolist(), each.to_dense().tolist()) for each in found]
+
+
+@pytest.mark.parametrize("case", BROUGHT)
+def test_a_sum_of_sparse_gradients_is_that_of_the_dense_ones_and_weight_0_brings_nothing(case: str, run: Any) -> None:
+    ranks = run(average_directly, case, ranks=3)
+    assert ranks[1:] == ranks[:1] * 2
+    weights = [scale for _, scale in BROUGHT[case]]
+    rows = sorted({row for rows, scale in BROUGHT[case] if scale for row in rows})
+    for number, (indices, dense) in enumerate(ranks[0]):
+        scaled = [brought_by(rank, case)[number].to_dense() * scale for rank, scale in enumerate(weights) if scale]
+        expected = (
+            torch.stack(scaled).sum(0).tolist() if scaled else torch.zeros(5, *((), (2,), (2, 3))[number]).tolist()
+        )
+        assert (indices, dense) == ([rows], expected)

@@ -141,9 +141,12 @@ class Sender:
     def rescale(self, factor: float) -> None:
         """Multiply all residuals: gradients will come in another unit."""
         if factor != 1.0:
-            residuals = [flat_bucket.residual for flat_bucket in self.flat_buckets if flat_bucket.residual is not None]
-            for residual in (*residuals, *self._waiting.residuals.values()):
-                residual.mul_(factor)
+            for flat_bucket in self.flat_buckets:
+                if flat_bucket.residual is not None:
+                    flat_bucket.residual.mul_(factor)
+            # Not in place: `kept` gave these away.
+            scaled = {name: residual * factor for name, residual in self._waiting.residuals.items()}
+            self._waiting = self._waiting._replace(residuals=scaled)
 
     @property
     def waiting(self) -> list[str]:

@@ -157,6 +157,22 @@ def misuse() -> list[str]:
     return texts
 
 
+def give_up() -> set[str]:
+    """Closed after an error, while somebody still holds it. The threads that are left."""
+    before = set(threading.enumerate())
+    model = make_model()
+    optimizers = make_optimizers("sgd", model)
+    lane, run = begin(model, optimizers, AsyncSGD(None))
+    steps(run, model, optimizers, range(2))
+    run.drain()
+    dist.barrier()
+    run.close(together=False)
+    left = {thread.name for thread in set(threading.enumerate()) - before if "async" in thread.name}
+    dist.barrier()
+    lane.close(together=True)
+    return left
+
+
 def forget() -> set[str]:
     """Nobody closes it, and a hook on the optimizer knows it, as the engine's do. The threads that are left."""
     before = set(threading.enumerate())

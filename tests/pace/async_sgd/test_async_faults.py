@@ -59,6 +59,10 @@ def test_the_threads_end_with_the_last_reference(run: Run) -> None:
     assert run(async_faults.forget) == [set(), set()]
 
 
+def test_the_threads_end_with_who_gives_up(run: Run) -> None:
+    assert run(async_faults.give_up) == [set(), set()]
+
+
 def test_keep_alives_bridge_a_silence_longer_than_the_groups_timeout(run: Run) -> None:
     assert run(async_faults.keep_silent) == [7, 7]
 

@@ -14,11 +14,13 @@ from gradsync.errors import GradSyncError
 from gradsync.pace.async_sgd.mail import Mail
 from gradsync.pace.async_sgd.messages import (
     REQUEST_TAG,
+    Inbox,
     MessageKind,
     OwnerAnswer,
     ShardMessage,
     pack,
     payload_tag,
+    read,
     unpack,
     write,
 )
@@ -260,3 +262,354 @@ def test_the_threads_end_when_the_farewell_has_left() -> None:
     wire.left.set()
     assert mail.all_gone(60)
     assert mail.failure is None
+
+
+class Post:
+    """Channels between ranks of one process: what is sent waits until it is received, and is not copied before."""
+
+    def __init__(self, size: int) -> None:
+        self.changed = threading.Condition()
+        self.waiting: list[tuple[int, int, int, torch.Tensor]] = []  # from, to, tag
+        self.tags: list[tuple[int, int, int]] = []  # of all that was ever sent
+        self.kinds: list[tuple[int, int, MessageKind]] = []
+        self.waited = 0  # how often somebody waited for what it had sent
+        self.channels: list[Any] = [Channel(self, rank) for rank in range(size)]
+
+    def take(self, to: int, tag: int, source: int | None) -> tuple[int, torch.Tensor]:
+        def found() -> int | None:
+            places = (i for i, (src, dst, its, _) in enumerate(self.waiting) if (dst, its) == (to, tag))
+            return next((i for i in places if source in (None, self.waiting[i][0])), None)
+
+        with self.changed:
+            assert self.changed.wait_for(lambda: found() is not None, 60), f"nothing comes to {to} with tag {tag}"
+            place = found()
+            assert place is not None
+            src, _, _, tensor = self.waiting.pop(place)
+            return src, tensor
+
+
+class Channel:
+    """One rank's."""
+
+    def __init__(self, post: Post, rank: int) -> None:
+        self.post, self.rank = post, rank
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Channel:
+        with self.post.changed:
+            self.post.waiting.append((self.rank, to, tag, tensor))
+            self.post.tags.append((self.rank, to, tag))
+            if tag == REQUEST_TAG and tensor[0] in iter(MessageKind):
+                self.post.kinds.append((self.rank, to, read(tensor).kind))
+            self.post.changed.notify_all()
+        return self
+
+    def wait(self) -> None:
+        """What was sent has left."""
+        with self.post.changed:
+            self.post.waited += 1
+            self.post.changed.notify_all()
+
+    def recv_any(self, request: torch.Tensor, tag: int) -> Arriving:
+        return Arriving(self, request, tag, None)
+
+    def recv(self, payload: torch.Tensor, source: int, tag: int) -> Arriving:
+        return Arriving(self, payload, tag, source)
+
+
+class Arriving:
+    """A receive: it is done when it is waited for."""
+
+    def __init__(self, channel: Channel, into: torch.Tensor, tag: int, source: int | None) -> None:
+        self._channel, self._into, self._tag, self._source = channel, into, tag, source
+        self._came_from = -1
+
+    def wait(self) -> None:
+        self._came_from, tensor = self._channel.post.take(self._channel.rank, self._tag, self._source)
+        self._into.copy_(tensor)
+
+    def _source_rank(self) -> int:
+        return self._came_from
+
+
+class Heard:
+    """What a rank was handed, in order."""
+
+    def __init__(self, post: Post) -> None:
+        self.messages: list[tuple[int, ShardMessage, list[int] | None]] = []
+        self._post = post
+
+    def __call__(self, source: int, message: ShardMessage, payload: torch.Tensor | None) -> None:
+        with self._post.changed:
+            self.messages.append((source, message, None if payload is None else payload.tolist()))
+            self._post.changed.notify_all()
+
+
+def until(post: Post, holds: Any) -> None:
+    with post.changed:
+        assert post.changed.wait_for(holds, 60)
+
+
+def mails_of(size: int, period_s: float = 60.0) -> tuple[Post, list[Mail], list[Heard]]:
+    post = Post(size)
+    mails = [Mail(post.channels[rank], rank, size, period_s, set()) for rank in range(size)]
+    heard = [Heard(post) for _ in range(size)]
+    for mail, handle in zip(mails, heard, strict=True):
+        mail.start(handle)
+    return post, mails, heard
+
+
+def end(mails: list[Mail]) -> None:
+    for mail in mails:
+        mail.say_goodbye()
+    for mail in mails:
+        assert mail.all_gone(60)
+        assert mail.failure is None
+
+
+def test_every_message_comes_once_in_its_order_with_its_payload() -> None:
+    post, mails, heard = mails_of(3)
+    payload = torch.arange(5, dtype=torch.uint8)
+    mails[0].send(2, ShardMessage(MessageKind.PUSH, 1, 7), payload)
+    mails[0].send(2, ShardMessage(MessageKind.PULL, 1))
+    mails[0].send(2, ShardMessage(MessageKind.ALIVE))
+    mails[2].send(0, ShardMessage(MessageKind.PARAMETERS, 0, 8, 3), payload + 1)
+    mails[0].send(2, ShardMessage(MessageKind.PUSH, 2, 8), payload[:0])
+    mails[1].send(0, ShardMessage(MessageKind.LEAVE, 4))
+    until(post, lambda: (len(heard[0].messages), len(heard[2].messages)) == (2, 3))
+    end(mails)
+    from_0 = [(source, message._replace(heard=0), payload) for source, message, payload in heard[2].messages]
+    assert from_0 == [
+        (0, ShardMessage(MessageKind.PUSH, 1, 7, nbytes=5), [0, 1, 2, 3, 4]),
+        (0, ShardMessage(MessageKind.PULL, 1), None),
+        (0, ShardMessage(MessageKind.PUSH, 2, 8), None),
+    ]
+    to_0 = {source: (message._replace(heard=0), payload) for source, message, payload in heard[0].messages}
+    assert to_0 == {
+        1: (ShardMessage(MessageKind.LEAVE, 4), None),
+        2: (ShardMessage(MessageKind.PARAMETERS, 0, 8, 3, nbytes=5), [1, 2, 3, 4, 5]),
+    }
+    assert not heard[1].messages
+    assert not post.waiting
+    # A payload is marked with the shard that it is for, or of: that of the owner.
+    assert [tag for _, _, tag in post.tags if tag != REQUEST_TAG] == [
+        payload_tag(MessageKind.PUSH, 2, 7),
+        payload_tag(MessageKind.PARAMETERS, 2, 8),
+    ]
+
+
+def test_what_was_heard_is_told_and_then_let_go_of() -> None:
+    post, mails, heard = mails_of(2)
+    payload = torch.arange(5, dtype=torch.uint8)
+    for clock in (1, 2):
+        mails[0].send(1, ShardMessage(MessageKind.PUSH, clock), payload)
+    until(post, lambda: len(heard[1].messages) == 2)
+    assert post.waited == 0, "it may not have left yet"
+    assert [message.heard for _, message, _ in heard[1].messages] == [0, 0]
+    mails[1].send(0, ShardMessage(MessageKind.PARAMETERS))  # says that both were heard
+    until(post, lambda: post.waited == 4)  # two requests and two payloads
+    mails[0].send(1, ShardMessage(MessageKind.PULL))
+    until(post, lambda: len(heard[1].messages) == 3)
+    assert [message.heard for _, message, _ in heard[0].messages] == [2]
+    assert heard[1].messages[2][1].heard == 1
+    end(mails)
+    assert post.waited == len(post.tags), "each is waited for once, the farewells too"
+
+
+def test_both_neighbours_are_kept_awake_but_not_while_they_stand_still() -> None:
+    post, mails, _ = mails_of(4, period_s=0.001)
+    pairs = {(rank, (rank + step) % 4) for rank in range(4) for step in (1, 3)}
+
+    def kept_awake() -> list[tuple[int, int]]:
+        return [(source, to) for source, to, kind in post.kinds if kind is MessageKind.ALIVE]
+
+    until(post, lambda: set(kept_awake()) == pairs and len(kept_awake()) > 40)
+    end(mails)
+    assert set(kept_awake()) == pairs, "and nobody else"
+    assert not post.waiting
+
+
+class Periods:
+    """Ends a keeper after so many periods, without waiting for any."""
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+
+    def wait(self, seconds: float) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+    def is_set(self) -> bool:
+        return False
+
+
+def test_who_does_not_hear_is_sent_one_message_and_no_more() -> None:
+    post, stop = Post(2), Periods(5)
+    mail = Mail(post.channels[0], 0, 2, 1.0, set())
+    mail._stop = stop  # type: ignore[assignment]
+    mail._farewell_said.set()
+    mail._keep()
+    assert [kind for _, _, kind in post.kinds] == [MessageKind.ALIVE]
+    assert post.waited == 1, "and is seen to leave in the end"
+    post.channels[1].send(write(ShardMessage(MessageKind.PULL, heard=1)), 0, REQUEST_TAG)
+    mail._next()
+    stop.left = 5
+    mail._keep()
+    assert [(source, kind) for source, _, kind in post.kinds[2:]] == [(0, MessageKind.ALIVE)], "for it has heard"
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_what_ends_the_receiver_is_kept_with_whose_it_is(ours: bool) -> None:
+    post = Post(2)
+
+    def handle(source: int, message: ShardMessage, payload: torch.Tensor | None) -> None:
+        raise ArithmeticError("no such update")
+
+    mail = Mail(post.channels[0], 0, 2, 60, set())
+    mail.start(handle)
+    kind = 2 if ours else 77  # no kind of message has this number
+    request = write(ShardMessage(MessageKind.ALIVE))
+    request[0] = kind
+    post.channels[1].send(request, 0, REQUEST_TAG)
+    mail._threads[0].join(60)
+    mail.say_goodbye()
+    assert mail.all_gone(60)
+    assert mail.failure is not None
+    assert mail.failure.ours is ours
+    assert isinstance(mail.failure.error, ArithmeticError if ours else ValueError)
+
+
+def test_who_is_alone_needs_no_thread() -> None:
+    mail = Mail(Post(1).channels[0], 0, 1, 60, set())
+    mail.start(lambda source, message, payload: None)
+    assert mail.all_gone(0)
+    mail.abandon()
+
+
+def test_a_state_is_flat_tensors_and_numbers_by_name() -> None:
+    first, second = one(1.0), one(2.0)
+    optimizer = Scaled(2.0, params=[first, second])
+    shard = Shard([("a", first), ("a.b", second)], [torch.optim.SGD([second], lr=1.0), optimizer])
+    shard.update([torch.tensor([1.0]), None])
+    master, other = shard.masters
+    optimizer_copy = shard.optimizer_copies[1]
+    optimizer_copy.state_of(master).update(rate=0.5, on=True, mean=torch.tensor([3.0, 4.0]), unset=None)
+    state = shard.state(7)
+    assert {key: value.tolist() for key, value in state.items()} == {
+        "version": 1,
+        "clock": 7,
+        "master.a": [-1.0],
+        "master.a.b": [2.0],
+        "number.1.a.count": 1,
+        "number.1.a.rate": 0.5,
+        "number.1.a.on": True,
+        "optimizer.1.a.mean": [3.0, 4.0],
+    }
+    assert {state[f"number.1.a.{key}"].dtype for key in ("count", "rate", "on")} == {
+        torch.int64,
+        torch.float64,
+        torch.bool,
+    }
+    kept = {key: value.clone() for key, value in state.items()}
+    shard.update([torch.tensor([1.0]), torch.tensor([1.0])])
+    optimizer_copy.state_of(master)["mean"].zero_()
+    assert shard.load(state) == 7
+    assert (shard.version, [each.item() for each in shard.masters]) == (1, [-1.0, 2.0])
+    assert optimizer_copy.state_of(other) == {}
+    found = optimizer_copy.state_of(master)
+    assert {key: value for key, value in found.items() if key != "mean"} == {"count": 1, "rate": 0.5, "on": True}
+    found["mean"].zero_()
+    assert all(torch.equal(state[key], kept[key]) for key in kept), "what was saved stays as it was"
+
+
+def test_a_state_that_no_file_can_hold_is_refused_with_its_name() -> None:
+    parameter = one()
+    shard = Shard([("w", parameter)], [Scaled(1.0, params=[parameter])])
+    shard.optimizer_copies[0].set_state(shard.masters[0], {"history": [1, 2]})
+    with pytest.raises(GradSyncError, match="cannot save the optimizer's 'history' of 'w': it is a list"):
+        shard.state(0)
+
+
+def test_packed_masters_are_made_once_and_anew_after_every_change() -> None:
+    parameter = one()
+    shard = Shard([("w", parameter)], [torch.optim.SGD([parameter], lr=1.0)])
+    first = shard.packed()
+    assert shard.packed() is first
+    shard.update([torch.tensor([1.0])])
+    second = shard.packed()
+    shard.put([torch.tensor([9.0])], version=5)
+    values = [unpack(each, shard.masters)[0] for each in (first, second, shard.packed())]
+    assert [None if value is None else value.item() for value in values] == [1.0, 0.0, 9.0]
+    assert shard.version == 5
+    assert shard.masters[0].grad is None
+
+
+def test_answers_are_full_when_every_owner_has_answered_this_question() -> None:
+    inbox = Inbox(3)
+    answers = [OwnerAnswer(version, 0, torch.empty(0)) for version in range(3)]
+    for owner in (2, 0):
+        inbox.put(owner, answers[owner])
+    assert not inbox.full(0.0)
+    assert inbox.missing() == [1]
+    inbox.put(1, answers[1])
+    assert inbox.full(0.0)
+    assert inbox.missing() == []
+    assert inbox.answers() == answers
+    inbox.empty()
+    assert not inbox.full(0.0)
+    assert inbox.missing() == [0, 1, 2]
+
+
+def test_an_answer_wakes_who_waits_for_it() -> None:
+    inbox = Inbox(1)
+    found: list[bool] = []
+    waiting = threading.Thread(target=lambda: found.append(inbox.full(60)))
+    waiting.start()
+    inbox.put(0, OwnerAnswer(0, 0, torch.empty(0)))
+    waiting.join(60)
+    assert found == [True]
+
+
+def test_a_drain_applies_what_came_and_levels_all_clocks() -> None:
+    owner, reads = owner_of(AsyncSGD(0), workers=3)
+    owner.push(0, 1, 0, gradient(3.0))
+    owner.drain(0, 1, True)
+    owner.drain(1, 0, True)
+    assert owner.stragglers() == [2]
+    assert reads == {0: [], 1: [], 2: []}
+    owner.drain(2, 0, False)
+    assert reads == {0: [-2.0], 1: [-2.0], 2: [-2.0]}, "of one push one mean: 1 − 3"
+    owner.push(0, 2, 1, gradient(1.0))
+    owner.pull(0, 2)
+    assert reads[0] == [-2.0], "it waits for the other one"
+    assert owner.stragglers() == [1]
+    owner.push(1, 2, 1, gradient(3.0))
+    assert reads[0] == [-2.0, -4.0], "who left is not waited for"
+    assert owner.stats()["version"] == 2
+
+
+def test_an_owner_goes_on_from_new_parameters_and_corrects_from_there() -> None:
+    owner, reads = owner_of(AsyncSGD(None, compensate=1.0), workers=1)
+    owner.push(0, 1, 0, gradient(1.0))
+    owner.restart([one(10.0)], [])
+    owner.push(0, 2, 1, gradient(2.0))
+    owner.pull(0, 2)
+    assert reads[0] == [10.0], "no optimizer steps it, and nothing lies between what was read and now"
+    saved = owner.state(2)
+    assert owner.load(saved | {"master.w": torch.tensor([4.0]), "clock": torch.tensor(2)}) == 2
+    owner.pull(0, 2)
+    assert reads[0] == [10.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "bound"), [(AsyncSGD(0), 0), (AsyncSGD(2), 10), (AsyncSGD(None), None)], ids=["0", "2", "none"]
+)
+def test_an_owner_says_how_stale_updates_were_and_may_be(settings: AsyncSGD, bound: int | None) -> None:
+    owner, _ = owner_of(settings, workers=3)
+    assert owner.stats() == {"version": 0, "staleness_mean": 0.0, "staleness_max": 0, "staleness_bound": bound}
+    for worker in range(3):
+        owner.push(worker, 1, 0, gradient(1.0))
+    found = owner.stats()
+    numbers = [0, 0, 0] if bound == 0 else [0, 1, 2]
+    assert found["version"] == (1 if bound == 0 else 3)
+    assert (found["staleness_mean"], found["staleness_max"]) == (sum(numbers) / 3, max(numbers))
+    assert found["staleness_histogram_0"] == numbers.count(0)

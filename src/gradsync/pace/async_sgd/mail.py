@@ -81,6 +81,7 @@ class Mail:
         self._told = [0] * size  # how much of it the peer knows
         self._sent: list[deque[_SentMessage]] = [deque() for _ in range(size)]
         self._stop = threading.Event()
+        self._farewell_said = threading.Event()
         self._abandoned = False
         self._pid = os.getpid()
         self._threads: list[threading.Thread] = []
@@ -97,22 +98,27 @@ class Mail:
     def send(self, to: int, message: ShardMessage, payload: torch.Tensor | None = None) -> None:
         """Start sending; what is sent must not be written afterwards."""
         with self._sending:
-            nbytes = 0 if payload is None else payload.numel()
-            self._told[to] = self._heard[to]
-            request = write(message._replace(nbytes=nbytes, heard=self._told[to]))
-            works, tensors = [self._channel.send(request, to, REQUEST_TAG)], [request]
-            if payload is not None and nbytes:
-                works.append(self._channel.send(payload, to, self._tag(message, self._rank, to)))
-                tensors.append(payload)
-            self._written[to] += 1
-            self._sent[to].append(_SentMessage(self._written[to], tuple(works), tuple(tensors)))
+            self._post(to, message, payload)
+
+    def _post(self, to: int, message: ShardMessage, payload: torch.Tensor | None = None) -> None:
+        nbytes = 0 if payload is None else payload.numel()
+        self._told[to] = self._heard[to]
+        request = write(message._replace(nbytes=nbytes, heard=self._told[to]))
+        works, tensors = [self._channel.send(request, to, REQUEST_TAG)], [request]
+        if payload is not None and nbytes:
+            works.append(self._channel.send(payload, to, self._tag(message, self._rank, to)))
+            tensors.append(payload)
+        self._written[to] += 1
+        self._sent[to].append(_SentMessage(self._written[to], tuple(works), tuple(tensors)))
 
     def say_goodbye(self) -> None:
         """Nothing follows from here. The receiver ends when all peers have said so too."""
-        self._stop.set()
+        with self._sending:
+            self._stop.set()  # no ALIVE comes after a farewell: nobody might be there to receive it
         for peer in self._peers:
             with contextlib.suppress(RuntimeError):  # whoever is gone does not need it
                 self.send(peer, ShardMessage(MessageKind.BYE))
+        self._farewell_said.set()
 
     def all_gone(self, slice_s: float) -> bool:
         """Return whether the threads have ended: all said goodbye, and all messages left; wait for at most a slice."""
@@ -188,11 +194,12 @@ class Mail:
             for peer, number in last.items():
                 with self._sending:
                     stands_still = self._is_unheard(peer, number) and self._told[peer] == self._heard[peer]
-                if stands_still:
-                    continue  # another would only wait beside the one before
-                with contextlib.suppress(RuntimeError):  # it is gone: whoever waits learns it from the beats
-                    self.send(peer, ShardMessage(MessageKind.ALIVE))
-                    last[peer] = self._written[peer]
+                    if stands_still or self._stop.is_set():
+                        continue  # another would only wait beside the one before
+                    with contextlib.suppress(RuntimeError):  # it is gone: whoever waits learns it from the beats
+                        self._post(peer, ShardMessage(MessageKind.ALIVE))
+                        last[peer] = self._written[peer]
+        self._farewell_said.wait()
         # The last messages must leave while this process lives, and stay alive until then.
         for peer in self._peers:
             with contextlib.suppress(RuntimeError):
