@@ -17,12 +17,21 @@ _spec.loader.exec_module(namespaces)
 HOST = namespaces.NEWNS | namespaces.NEWUTS | namespaces.NEWPID | namespaces.NEWNET
 """What a host has of its own: mounts, a name, processes and a network."""
 
+SHARING = HOST & ~namespaces.NEWPID
+"""The same without processes, for what must know their numbers: NVIDIA's multi-process service."""
+
+_MNT_DETACH = 2
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x4_0000
 
 
 def mount(kind: str, where: str) -> None:
     """A fresh file system of that kind."""
     _mount(kind, where, kind, 0)
+
+
+def unmount(where: str) -> None:
+    """Show again what was there before; what is bound elsewhere stays."""
+    namespaces.check(namespaces.libc.umount2(where.encode(), _MNT_DETACH), f"umount {where}")
 
 
 def bind(file: str, where: str) -> None:

@@ -62,7 +62,9 @@ class Lab:
         rate: Of every link, each way: "100mbit" or bits per second, headers included. None: as fast as it goes.
         burst: Bytes that leave at full speed after a pause; see `wiring.Shaper`.
         queue: Bytes that wait at a link before others are dropped.
-        nest: Where `spawn` gets its processes, so that they need not import torch; see `fork_server.ForkServer`.
+        share_processes: Hosts have no processes and no /dev/shm of their own, as clients of NVIDIA's MPS need it; when
+            the lab ends, whoever is in its networks is killed.
+        fork_server: Where `spawn` gets its processes, so that they need not import torch; see `fork_server.ForkServer`.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Lab:
         burst: int | None = None,
         queue: int | None = None,
         fork_server: ForkServer | None = None,
+        share_processes: bool = False,
     ) -> None:
         if type(hosts) is not int or not 2 <= hosts <= 64:
             raise ValueError(f"a lab has from 2 to 64 hosts, got {hosts!r}")
@@ -80,6 +83,7 @@ class Lab:
         self.inits: list[int] = []
         """The first process of each host, by its pid out here."""
         self._fork_server = fork_server
+        self._share_processes = share_processes
         self._host_processes: list[subprocess.Popen[str]] = []
         self._runs = 0
 
@@ -181,6 +185,7 @@ class Lab:
 
     def _start_host(self, name: str) -> int:
         command = [*_PYTHON, str(_HERE / "host_process.py"), name, str(os.getpid())]
+        command += ["share"] if self._share_processes else []
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )

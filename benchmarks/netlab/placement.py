@@ -41,8 +41,9 @@ def environment(
 ) -> dict[str, str]:
     """This process's environment and `extra`, with one thread per rank, less what a torchrun around us said.
 
-    Nor with MPS, which serves no client in another process namespace. With `share_gpus` NCCL takes each rank for a
-    host, so that several may be on one GPU, and sends through the host's link, whoever makes the group.
+    Nor with MPS, which serves no client in another process namespace, unless `extra` says so. With `share_gpus` NCCL
+    takes each rank for a host, so that several may be on one GPU, and sends through the host's link, whoever makes the
+    group.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "CUDA_MPS_"))}
     habits = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}

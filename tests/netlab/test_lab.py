@@ -32,6 +32,17 @@ def test_hosts_share_nothing_but_files_and_ranks_of_a_host_share_all(lab: MakeLa
         assert not a.items() & b.items()
 
 
+def test_hosts_that_share_processes_have_a_network_of_their_own(lab: MakeLab) -> None:
+    two = lab(share_processes=True)
+    seen, here = two.spawn(namespaces, [2, 1]), namespaces()
+    assert seen[0] == seen[1]
+    for a, b in itertools.combinations([here, seen[0], seen[2]], 2):
+        assert {kind for kind in a if a[kind] == b[kind]} == {"pid", "shm"}
+    hosts, weights, _ = zip(*two.spawn(train, [2, 1], 1), strict=True)
+    assert hosts[0] == hosts[1] != hosts[2]  # to gradsync too
+    assert weights[1:] == weights[:-1]
+
+
 def test_a_host_sees_its_own_link_only(lab: MakeLab) -> None:
     assert lab().spawn(interfaces) == [["lo", "eth0"]] * 2
 

@@ -16,16 +16,19 @@ from pathlib import Path
 import pytest
 
 from netlab.fixture import MakeLab
-from netlab.lab import RankFailed
+from netlab.lab import Lab, RankFailed
 from netlab.reach import hang_on, interfaces
 
 SCRIPT = Path(__file__).with_name("abandoned.py")
 State = tuple[list[str], list[str]]
 
+either = pytest.mark.parametrize("share", [False, True], ids=["own processes", "shared processes"])
 
-def test_nothing_is_left_after_the_end(lab: MakeLab) -> None:
+
+@either
+def test_nothing_is_left_after_the_end(lab: MakeLab, share: bool) -> None:
     before = _root_namespace()
-    three = lab(hosts=3)
+    three = lab(hosts=3, share_processes=share)
     networks = [os.stat(f"/proc/{init}/ns/net").st_ino for init in three.inits]
     assert len(_inhabitants(networks)) == 6  # keeper and init of every host
     three.close()
@@ -33,9 +36,10 @@ def test_nothing_is_left_after_the_end(lab: MakeLab) -> None:
     assert _root_namespace() == before
 
 
-def test_a_rank_that_hangs_says_where_and_leaves_nothing(lab: MakeLab) -> None:
+@either
+def test_a_rank_that_hangs_says_where_and_leaves_nothing(lab: MakeLab, share: bool) -> None:
     """Not even what it had moved out of its process group, once the lab is closed."""
-    two = lab()
+    two = lab(share_processes=share)
     networks = [os.stat(f"/proc/{init}/ns/net").st_ino for init in two.inits]
     with pytest.raises(RankFailed, match=r"ranks \[1\] did not finish within") as failure:
         two.spawn(hang_on, 1, 1, timeout=3)
@@ -44,11 +48,14 @@ def test_a_rank_that_hangs_says_where_and_leaves_nothing(lab: MakeLab) -> None:
     assert not _inhabitants(networks)
 
 
+@either
 @pytest.mark.usefixtures("lab")
-def test_nothing_is_left_after_the_process_was_killed() -> None:
+def test_nothing_is_left_after_the_process_was_killed(share: bool) -> None:
     before = _root_namespace()
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    creator = subprocess.Popen([sys.executable, str(SCRIPT)], stdout=subprocess.PIPE, text=True, env=env)
+    creator = subprocess.Popen(
+        [sys.executable, str(SCRIPT), *["share"] * share], stdout=subprocess.PIPE, text=True, env=env
+    )
     with creator:
         try:
             assert creator.stdout is not None
@@ -61,6 +68,23 @@ def test_nothing_is_left_after_the_process_was_killed() -> None:
     _await_ends(ends)
     assert not _inhabitants(networks)
     assert _root_namespace() == before
+
+
+@pytest.mark.usefixtures("lab")
+def test_inhabitants_end_also_if_the_keepers_of_shared_hosts_are_killed() -> None:
+    with Lab(share_processes=True) as two:
+        networks = [os.stat(f"/proc/{init}/ns/net").st_ino for init in two.inits]
+        keepers = [_parent(init) for init in two.inits]
+        ends = [os.pidfd_open(pid) for pid in two.inits]
+        two.run(["sh", "-c", "setsid sleep 1000 > /dev/null 2>&1 &"])
+        for keeper in keepers:
+            os.kill(keeper, signal.SIGKILL)
+        _await_ends(ends)
+        assert not _inhabitants(networks)
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def _root_namespace() -> State:
