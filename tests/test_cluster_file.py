@@ -36,7 +36,7 @@ def any_hosts(draw: st.DrawFn) -> Hosts:
 
 
 links = st.builds(Link, zero_or_more, positive, curves(), st.floats(0, 1), zero_or_more)
-codecs = st.builds(CodecSpeed, names, *[zero_or_more] * 4)
+codecs = st.builds(CodecSpeed, names, *[zero_or_more] * 6)
 devices = st.builds(
     Device,
     name=names,

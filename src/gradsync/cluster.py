@@ -21,6 +21,9 @@ class CodecSpeed(NamedTuple):
     `encode_s` makes a payload (with error feedback, where the compressor has it by default); `decode_s` adds one
     payload to the gradient; `middle_s` is what a second round needs between the two (PowerSGD's Q). `item_s` comes on
     top for each parameter, whatever its size.
+
+    On a GPU these are seconds of its stream, and the host needs its own to issue all that: `host_s` for a bucket, and
+    `host_item_s` beyond that for each of its runs of parameters of one shape.
     """
 
     kind: str  # the compressor's name in a plan: "int8", "powersgd" ...
@@ -28,6 +31,8 @@ class CodecSpeed(NamedTuple):
     decode_s: float
     middle_s: float = 0.0
     item_s: float = 0.0
+    host_s: float = 0.0
+    host_item_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,8 @@ class Device:
         cores: How many cores a rank has for itself while all ranks of the host are busy; 2/3 where three
             ranks share two cores. For a GPU, 1: whatever runs beside a computation slows it down.
         codecs: Measured speeds; what is missing is derived from the memory bandwidth.
-        call_s: Seconds from a bucket's being ready to its first byte, and for each further round: Python, mostly.
+        call_s: Seconds from a bucket's being ready to its first byte, and for each further round: Python, mostly. Over
+            NCCL they are the host's, which runs ahead of the GPU.
         jitter: Relative standard deviation of a step's computation, from step to step and from rank to rank.
     """
 

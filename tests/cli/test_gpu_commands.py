@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gradsync.cli.main import main
+from gradsync.cluster import Cluster
 
 on_gpus = pytest.mark.skipif(not torch.cuda.is_available(), reason="There is no GPU on this machine.")
 
@@ -55,7 +56,10 @@ def test_probe_measures_nccl(capfd: pytest.CaptureFixture[str], tmp_path: Path) 
     path = tmp_path / "cluster.toml"
     assert main(["probe", "--share-gpus", "--brief", "--json", "--out", str(path)]) == 0
     assert json.loads(capfd.readouterr().out)
-    assert 'backend = "nccl"' in path.read_text()
+    found = Cluster.load(path)
+    assert found.backend == "nccl"
+    assert 0 <= found.inside.load <= 1
+    assert all(speed.host_s > 0 for speed in found.device.codecs)
 
 
 @on_gpus

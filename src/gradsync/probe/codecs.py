@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from functools import partial
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +21,7 @@ from gradsync.compress.sign import sign
 from gradsync.compress.topk import topk
 from gradsync.exchange.bucket_route import PreparedRound, RoutedBucket, prepared_rounds
 from gradsync.exchange.flat import FlatBucket, Form, Item, lay_out
+from gradsync.probe.gpu_stream import stream_seconds
 from gradsync.probe.probe_group import ProbeGroup
 
 _COMPRESSORS: tuple[Compressor, ...] = (
@@ -26,6 +29,7 @@ _COMPRESSORS: tuple[Compressor, ...] = (
     *(topk(0.01), randomk(0.01), powersgd(4)),
 )
 _LARGE, _NUM_LARGE = (512, 512), 4
+_LARGE_ON_GPU, _NUM_LARGE_ON_GPU = (1024, 1024), 6  # as large as a bucket: a small one shows what a launch costs
 _SMALL = ((64, 64), (64, 96)) * 4
 
 
@@ -48,17 +52,29 @@ def codec_speeds(group: ProbeGroup) -> tuple[CodecSpeed, ...]:
 
 def codec_speed(group: ProbeGroup, compressor: Compressor) -> CodecSpeed:
     """Time a codec: by the byte with a few large parameters, by the parameter with many small ones of unlike shapes."""
-    nbytes = 4 * _NUM_LARGE * math.prod(_LARGE)
-    codec = compressor.choose(Param("weight", _LARGE)).codec
+    on_gpu = group.device.type == "cuda"
+    like = [_LARGE_ON_GPU] * _NUM_LARGE_ON_GPU if on_gpu else [_LARGE] * _NUM_LARGE
+    nbytes = 4 * sum(map(math.prod, like))
+    codec = compressor.choose(Param("weight", like[0])).codec
     assert codec is not None
-    parts = [seconds / nbytes for seconds in _bucket_s(group, compressor, [_LARGE] * _NUM_LARGE)]
-    whole_s = sum(_bucket_s(group, compressor, list(_SMALL)))
-    item_s = (whole_s - sum(parts) * 4 * sum(map(math.prod, _SMALL))) / len(_SMALL)
-    return CodecSpeed(codec.name, parts[0], parts[-1], sum(parts[1:-1]), max(0.0, item_s))
+    large, small = _bucket_s(group, compressor, like), _bucket_s(group, compressor, list(_SMALL))
+    parts = [seconds / nbytes for seconds in large.rounds_s]
+    item_s = (sum(small.rounds_s) - sum(parts) * 4 * sum(map(math.prod, _SMALL))) / len(_SMALL)
+    # To a codec that takes like parameters together, if they lie side by side, the large ones are a single run.
+    host_item_s = max(0.0, (small.host_s - large.host_s) / (len(_SMALL) - 1))
+    host_s = max(0.0, large.host_s - host_item_s)
+    return CodecSpeed(codec.name, parts[0], parts[-1], sum(parts[1:-1]), max(0.0, item_s), host_s, host_item_s)
 
 
-def _bucket_s(group: ProbeGroup, compressor: Compressor, shapes: list[tuple[int, int]]) -> list[float]:
-    """Seconds before, between and after the rounds of a bucket of such parameters; all ranks get the same."""
+class _BucketTimes(NamedTuple):
+    """Seconds of a bucket before, between and after its rounds, and of the host to issue all that to a GPU."""
+
+    rounds_s: list[float]
+    host_s: float
+
+
+def _bucket_s(group: ProbeGroup, compressor: Compressor, shapes: list[tuple[int, int]]) -> _BucketTimes:
+    """The seconds of a bucket of such parameters; all ranks get the same."""
     weights = [torch.empty(shape, dtype=torch.float32, device=group.device) for shape in shapes]
     items, form = lay_out([Item.like(f"weight {i}", weight) for i, weight in enumerate(weights)], align_nbytes=1)
     choice = compressor.choose(items[0].param)
@@ -69,21 +85,32 @@ def _bucket_s(group: ProbeGroup, compressor: Compressor, shapes: list[tuple[int,
     flat_bucket = FlatBucket(0, gradient.clone(), items, choice)
     flat_bucket.begin_keeping()
     prepared = prepared_rounds(choice.codec.rounds(RoutedBucket(flat_bucket, _Alone(), group.wire)), rank=0)
-    steps: list[list[float]] = []
     group.meet()
-    for step in range(3 if group.brief else 8):
+
+    def bring() -> None:
         flat_bucket.flat.copy_(gradient)
-        steps.append([_computing_s(group, each, step) for each in prepared])
-    mine = [median(each) for each in zip(*steps[1:], strict=True)]  # the first one is never like the others
-    return [median(each) for each in zip(*group.tell(mine), strict=True)]
+
+    steps, host_s = 3 if group.brief else 8, 0.0
+    if group.device.type == "cuda":
+        parts = [partial(_compute, each) for each in prepared]
+        host_s, mine = stream_seconds(group.device, bring, parts, steps)
+    else:
+        timed = []
+        for step in range(steps):
+            bring()
+            timed.append([_computing_s(each, step) for each in prepared])
+        mine = [median(each) for each in zip(*timed[1:], strict=True)]  # the first one is never like the others
+    *rounds_s, host_s = [median(each) for each in zip(*group.tell([*mine, host_s]), strict=True)]
+    return _BucketTimes(rounds_s, host_s)
 
 
-def _computing_s(group: ProbeGroup, prepared: PreparedRound, step: int) -> float:
-    """Seconds before the first round, between two, or after the last; of a core, where it is one that works."""
-    clock = time.thread_time if group.device.type == "cpu" else time.perf_counter
-    group.settle()
-    begun = clock()
+def _computing_s(prepared: PreparedRound, step: int) -> float:
+    """Seconds of a core before the first round, between two, or after the last."""
+    begun = time.thread_time()
+    _compute(prepared, step)
+    return time.thread_time() - begun
+
+
+def _compute(prepared: PreparedRound, step: int) -> None:
     for run in prepared.computing:
         run(step)
-    group.settle()
-    return clock() - begun

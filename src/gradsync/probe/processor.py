@@ -6,19 +6,24 @@ Two ways to see it, and the larger one counts:
 
     the cores' time   what this process used while it only communicated
     the slowdown      how much less it computes while it communicates: interrupts, caches, a core shared
+
+On a GPU there is the second one only, by the GPU's clock.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import mean, median
 from typing import NamedTuple
 
 import torch
 
 from gradsync.probe.all_reduce_times import Caller, call, start, takes_part
+from gradsync.probe.gpu_stream import stream_seconds
 from gradsync.probe.probe_group import ProbeGroup
 
 _BURST_S = 0.01
@@ -27,6 +32,7 @@ _WHOLE_CORE = 0.9
 _SLOW_RANK = 1.15
 _UNSTEADY = 0.1
 _COPY_NBYTES, _BRIEF_COPY_NBYTES = 64 << 20, 16 << 20
+_GPU_COPY_NBYTES = 256 << 20  # more than a GPU keeps in its caches
 _SIDE = {"cpu": 192, "cuda": 2048}  # three such matrices fit into a core's cache; on a GPU they fill it
 
 
@@ -62,6 +68,11 @@ class ComputeLoad:
     def portion(self) -> None:
         torch.mm(*self._operands, out=self._out)
         self._group.settle()
+
+    def issue(self) -> None:
+        """Have a GPU compute a burst, and do not wait for it."""
+        for _ in range(self.portions):
+            torch.mm(*self._operands, out=self._out)
 
     def burst(self) -> None:
         for _ in range(self.portions):
@@ -158,15 +169,18 @@ def _two_threads_cores(group: ProbeGroup) -> float:
 
 def _copy_bandwidth(group: ProbeGroup) -> float:
     """Bytes per second, read and written, in copies that all ranks make at once."""
-    nbytes = _BRIEF_COPY_NBYTES if group.brief else _COPY_NBYTES
+    on_gpu = group.device.type == "cuda"
+    nbytes = _GPU_COPY_NBYTES if on_gpu else _BRIEF_COPY_NBYTES if group.brief else _COPY_NBYTES
     source, target = (torch.zeros(nbytes, dtype=torch.uint8, device=group.device) for _ in range(2))
 
-    def copy() -> None:
+    def copy(step: int = 0) -> None:
         target.copy_(source)
-        group.settle()
 
     copy()
     group.meet()
+    if on_gpu:
+        _, (copy_s,) = stream_seconds(group.device, lambda: None, [copy], steps=5)
+        return 2 * nbytes / median(group.tell_one(copy_s))
     return 2 * nbytes / median(group.tell_one(median(_timed(copy) for _ in range(3 if group.brief else 7))))
 
 
@@ -177,14 +191,15 @@ def _timed(work: Callable[[], None], clock: Callable[[], float] = time.perf_coun
 
 
 _SHARE_S, _BRIEF_SHARE_S = 0.4, 0.12
-_TRIAL_CALLS = 2
+_TRIAL_CALLS, _MOST_CALLS = 2, 500
 _BOUND_S = 30.0  # then somebody looks after the peers
 
 
 def processor_share(group: ProbeGroup, compute: ComputeLoad, caller: Caller, nbytes: int, call_s: float) -> float:
     """The share of a core that calls of this size keep busy, from 0 to 1; every rank calls this, all get the same."""
     if group.device.type == "cuda":
-        return 0.0
+        # Over gloo bytes of a GPU keep the host busy, of which its computation needs little.
+        return _share_of_gpu(group, compute, caller, nbytes, call_s) if group.wire.type == "cuda" else 0.0
     spell_s = _BRIEF_SHARE_S if group.brief else _SHARE_S
     busy = takes_part(group, caller)
     group.meet()
@@ -204,6 +219,23 @@ def processor_share(group: ProbeGroup, compute: ComputeLoad, caller: Caller, nby
     told = group.tell([used, _slowdown(before, beside, after)])
     shares = [max(told[rank]) for team in caller.teams for rank in team]
     return min(1.0, max(0.0, median(shares)))
+
+
+def _share_of_gpu(group: ProbeGroup, compute: ComputeLoad, caller: Caller, nbytes: int, call_s: float) -> float:
+    """The share by which products of matrices take longer on a GPU while calls go on beside them."""
+    group.meet()
+    _, (alone_s,) = stream_seconds(group.device, lambda: None, [lambda step: compute.issue()], steps=3)
+    # More calls than last as long, since those take longer too.
+    times = math.ceil(3 * max(group.tell_one(alone_s)) / max(call_s, 1e-6))
+    group.meet()
+    taken: list[float] = []
+    if takes_part(group, caller):
+        run = partial(caller.run_beside, nbytes, min(_MOST_CALLS, max(_TRIAL_CALLS, times)), compute.issue)
+        group.lane.wait(group.lane.send(lambda: taken.append(run()), caller.what, 0))
+    else:
+        _, taken = stream_seconds(group.device, lambda: None, [lambda step: compute.issue()], steps=3)
+    shares = group.tell_one(1 - alone_s / max(taken[0], 1e-9))
+    return min(1.0, max(0.0, median(shares[rank] for team in caller.teams for rank in team)))
 
 
 class _OverlappedCalls(NamedTuple):
