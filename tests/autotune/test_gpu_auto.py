@@ -31,6 +31,8 @@ def test_a_profile_stands_in_the_order_of_backward() -> None:
     assert [gradient.name[0] for gradient in profile.gradients][::2] == ["3", "2", "1", "0"]
     assert min(profile.forward_s, profile.backward_s, profile.optimizer_s) > 0
     assert profile.gradients[-1].ready_s <= profile.backward_s
+    assert profile.host_s is not None
+    assert profile.compute_s >= profile.host_s > 0  # the host issued all that, and was ahead meanwhile
 
 
 class OnGpu(Training):

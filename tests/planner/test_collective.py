@@ -128,3 +128,22 @@ def test_a_hundred_thousand_ranks_are_priced_by_formula() -> None:
     costs = [collectives.sum(algorithm, 25e6).seconds for algorithm in collectives.candidates()]
     assert all(0 < cost < 1e4 for cost in costs)
     assert collectives.resolve(None, 1e3) != Ring()  # latency counts by the rank
+
+
+@pytest.mark.parametrize("hosts", [((0, 1, 2),), ((0,), (1,), (2,))])
+def test_an_all_reduce_over_nccl_of_ranks_that_were_probed_costs_what_it_took(
+    hosts: tuple[tuple[int, ...], ...],
+) -> None:
+    probed = Cluster(hosts, INSIDE, ACROSS, backend="nccl", calibrated=True)
+    link = INSIDE if len(hosts) == 1 else ACROSS
+    for nbytes in (3e3, 3e5, 3e8):
+        took = 4 * link.seconds(nbytes / 3)
+        assert Collectives(probed).sum(None, nbytes).seconds == pytest.approx(took)
+
+
+def test_where_hosts_have_several_ranks_nccl_is_priced_by_its_own_model() -> None:
+    """Each tier was probed alone, and an all-reduce of all ranks never."""
+    costs = [
+        Collectives(cluster_of(2, 2, backend="nccl", calibrated=calibrated)).sum(None, 1e8) for calibrated in (0, 1)
+    ]
+    assert costs[0] == costs[1]

@@ -29,6 +29,7 @@ PROFILES = st.builds(
     jitter=st.none() | st.floats(0, 10),
     source=st.sampled_from(["measured", "described"]),
     name=WORDS,
+    host_s=st.none() | SECONDS,
 )
 
 GOOD = """
@@ -72,6 +73,7 @@ def test_what_a_file_leaves_out_is_the_default(tmp_path: Path) -> None:
         ("0.1", "-0.1", "forward_s must be a number of seconds, 0 or more, got -0.1"),
         ("0.1", "0.1\ntokens = 0", "tokens must be a positive number, got 0"),
         ("0.1", "0.1\njitter = -1", "jitter must be a relative deviation, 0 or more, got -1"),
+        ("0.1", "0.1\nhost_s = -1", "host_s must be a number of seconds, 0 or more, got -1"),
         ("0.1", '0.1\nsource = "guessed"', 'source must be "measured" or "described", got \'guessed\''),
         ("0.1", "0.1\nname = 7", "name must be a word in quotes, got 7"),
         ("[[gradients]]", "[gradients]", r"gradients must be a list of tables, each under \[\[gradients\]\]"),

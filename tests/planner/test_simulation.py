@@ -48,7 +48,7 @@ def test_a_step_is_never_shorter_than_its_parts_nor_longer_than_all_of_them(
 ) -> None:
     compute, buckets = step
     took = end_s(simulate(compute, buckets, NOTHING, cores, overlap))
-    work, wires, codes = sum(compute), total(buckets, True), total(buckets, False)
+    work, wires, codes = sum(compute[:3]), total(buckets, True), total(buckets, False)
     assert took >= max(work, wires, (work + codes) / cores if cores <= 1 else 0.0) - 1e-9
     assert took <= (work + codes) / min(1.0, cores) + wires + 1e-9
 
@@ -119,3 +119,27 @@ def test_shares_are_fair(loads: list[float], cores: float) -> None:
     assert all(0 < speed <= 1 for speed in speeds)
     if sum(loads) <= cores:
         assert speeds == pytest.approx([1.0] * len(loads))
+
+
+@given(steps())
+def test_a_host_that_is_far_ahead_changes_nothing(step: tuple[ComputeTimes, list[SimulatedBucket]]) -> None:
+    """Of buckets that are not coded: of others, two may want the wire at one moment, and either may have it first."""
+    compute, buckets = step[0], [bucket._replace(stages=[wire(total([bucket], True))]) for bucket in step[1]]
+    alone, with_host = (
+        end_s(simulate(compute._replace(host_share=share), buckets, NOTHING, 1.0, True, on_stream=True))
+        for share in (0.0, 1e-9)
+    )
+    assert with_host == pytest.approx(alone, rel=1e-6)
+
+
+@given(steps(), st.floats(1.0, 5.0), seconds)
+def test_where_the_host_is_slow_a_step_takes_what_it_issues(
+    step: tuple[ComputeTimes, list[SimulatedBucket]], share: float, issues_s: float
+) -> None:
+    """Nothing is on the wire or coded then: what the GPU does is hidden behind its host."""
+    compute, buckets = step
+    issued = [bucket._replace(stages=[Stage(0.0, 0.0, True, host_s=issues_s)]) for bucket in buckets]
+    took = end_s(simulate(compute._replace(host_share=share), issued, NOTHING, 1.0, True, on_stream=True))
+    work = share * sum(compute[:3]) + issues_s * len(buckets)
+    # The last part of the GPU's own work may come after the host's: no longer than the optimizer.
+    assert work - 1e-9 <= took <= work + compute.optimizer_s + 1e-9

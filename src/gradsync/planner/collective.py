@@ -40,10 +40,18 @@ class Collectives:
         self.num_hosts, self.size = len(cluster.hosts), cluster.world_size
         self.per_host = max(len(host) for host in cluster.hosts)
         self.in_memory = self.num_hosts == 1 and cluster.memory is not None
+        # Over NCCL the host issues to a GPU's stream and goes on: what that takes is no part of a collective.
+        self.on_stream = cluster.backend == "nccl"
+        self._call_s = 0.0 if self.on_stream else cluster.device.call_s
         self._regular = all(len(host) == self.per_host for host in cluster.hosts)
         self._generation = nccl.generation_of(cluster.device.name)
         self.stages: dict[Hashable, Any] = {}  # of buckets; see `stages`
         self._known: dict[tuple[Algorithm, float], CollectiveCost] = {}
+
+    @property
+    def _as_measured(self) -> bool:
+        """True where links tell what an all-reduce of all these ranks took: there is one tier, and a probe timed it."""
+        return self.cluster.calibrated and 1 in (self.num_hosts, self.per_host)
 
     # Sums
 
@@ -83,9 +91,9 @@ class Collectives:
         ring_nbytes = 2 * (n - 1) / n * nbytes
         if isinstance(algorithm, SharedMemory):
             memory = cluster.memory or cluster.inside
-            seconds = 2 * memory.latency_s + 2 * nbytes / memory.bandwidth_at(nbytes) + cluster.device.call_s
+            seconds = 2 * memory.latency_s + 2 * nbytes / memory.bandwidth_at(nbytes) + self._call_s
             return CollectiveCost(seconds, 0.0, memory.load)
-        if isinstance(algorithm, Native) and cluster.backend == "nccl":
+        if isinstance(algorithm, Native) and self.on_stream and not self._as_measured:
             costs = nccl.all_reduce_costs(
                 nbytes, m, self.per_host, cluster.inside, cluster.across, cluster.shared_nic, self._generation
             )
@@ -95,8 +103,8 @@ class Collectives:
                 cluster = replace(cluster, inside=cluster.memory)
             share = 2 * (m - 1) / m / self.per_host + self._inside_share()
             return CollectiveCost(self._hierarchical_s(nbytes, cluster), share * nbytes, self._load())
-        if isinstance(algorithm, Native):
-            return CollectiveCost(self._ring_s(nbytes) + cluster.device.call_s, ring_nbytes, self._load())
+        if isinstance(algorithm, Native):  # measured: the time of a call as a ring's, whatever the backend did
+            return CollectiveCost(self._ring_s(nbytes) + self._call_s, ring_nbytes, self._load())
         return self._scheduled(algorithm, nbytes)
 
     def _scheduled(self, algorithm: Recipe, nbytes: float) -> CollectiveCost:
@@ -108,7 +116,7 @@ class Collectives:
             sent = max(schedule.share_sent_by(rank) for rank in (0, n // 2)) * nbytes
         else:
             seconds, rounds, sent = self._closed_form(algorithm, nbytes)
-        return CollectiveCost(seconds + rounds * self.cluster.device.call_s, sent, self._load())
+        return CollectiveCost(seconds + rounds * self._call_s, sent, self._load())
 
     def _closed_form(self, algorithm: Ring | Tree | HalvingDoubling, nbytes: float) -> tuple[float, int, float]:
         n, gamma = self.size, self.cluster.reduce_s_per_byte
@@ -142,7 +150,7 @@ class Collectives:
         inside = 2 * (g - 1) * cluster.inside.seconds(block) + (g - 1) * block * gamma
         busy = chunk / cluster.across.bandwidth_at(chunk) * (g if cluster.shared_nic else 1)
         across = 2 * (m - 1) * (cluster.across.latency_s + busy) + (m - 1) * chunk * gamma
-        return inside + across + cluster.device.call_s * (3 if cluster.backend == "gloo" else 0)
+        return inside + across + self._call_s * (3 if cluster.backend == "gloo" else 0)
 
     def _partners_s(self, nbytes: float, distance: int) -> float:
         """All ranks exchange with one at this distance: inside a host as long as it is large enough."""
@@ -164,9 +172,7 @@ class Collectives:
             return CollectiveCost(
                 2 * memory.latency_s + (n - 1) * nbytes / memory.bandwidth_at(nbytes), 0.0, memory.load
             )
-        return CollectiveCost(
-            (n - 1) * link.seconds(nbytes) + self.cluster.device.call_s, (n - 1) * nbytes, self._load()
-        )
+        return CollectiveCost((n - 1) * link.seconds(nbytes) + self._call_s, (n - 1) * nbytes, self._load())
 
     def trade(self, nbytes: float, size: int | None = None) -> CollectiveCost:
         """A part of everybody's payload to everybody, all at once."""
@@ -179,7 +185,7 @@ class Collectives:
             queue = g if self.cluster.shared_nic else 1
             busy.append((n - g) * queue * part / across.bandwidth_at(part))
         latency = across.latency_s if self.num_hosts > 1 else self.cluster.inside.latency_s
-        seconds = latency + max(busy) + self.cluster.device.call_s
+        seconds = latency + max(busy) + self._call_s
         return CollectiveCost(seconds, (n - 1) * part, self._load())
 
     def across(self, nbytes: float) -> CollectiveCost:
@@ -188,7 +194,7 @@ class Collectives:
         if m == 1:
             return CollectiveCost(0.0, 0.0, 0.0)
         return CollectiveCost(
-            2 * (m - 1) * link.seconds(nbytes / m) + self.cluster.device.call_s, 2 * (m - 1) / m * nbytes, link.load
+            2 * (m - 1) * link.seconds(nbytes / m) + self._call_s, 2 * (m - 1) / m * nbytes, link.load
         )
 
     def within_hosts(self, nbytes: float) -> CollectiveCost:
@@ -200,7 +206,7 @@ class Collectives:
             memory = self.cluster.memory
             return CollectiveCost(2 * memory.latency_s + 2 * nbytes / memory.bandwidth_at(nbytes), 0.0, memory.load)
         inside, sent = self.cluster.inside, self._inside_share() * nbytes
-        return CollectiveCost(2 * (g - 1) * inside.seconds(nbytes / g) + self.cluster.device.call_s, sent, inside.load)
+        return CollectiveCost(2 * (g - 1) * inside.seconds(nbytes / g) + self._call_s, sent, inside.load)
 
     # The links
 

@@ -136,7 +136,7 @@ def _merged(buckets: list[SimulatedBucket]) -> list[SimulatedBucket]:
 
 
 def _both(a: Stage, b: Stage) -> Stage:
-    return Stage(a.seconds + b.seconds, max(a.load, b.load), a.on_wire, a.nbytes + b.nbytes)
+    return Stage(a.seconds + b.seconds, max(a.load, b.load), a.on_wire, a.nbytes + b.nbytes, a.host_s + b.host_s)
 
 
 def _refuse_endless(profile: ModelProfile, buckets: Sequence[SimulatedBucket]) -> None:
@@ -159,24 +159,26 @@ def _simulate_pace(
     share = min(1.0, device.cores)
     whole = profile.compute_s / share
     copy_s = 0.0 if n == 1 else _filling_s(profile, device, stock)
+    on_stream = collectives.on_stream
+    host_share = profile.host_s / profile.device_s if on_stream and profile.host_s and profile.device_s else 0.0
 
     match exchange := exchange_of(plan.pace):
         case DuringBackward() | DuringWindow():
             backward_s = profile.backward_s + copy_s
             stretch = backward_s / profile.backward_s if profile.backward_s else 1.0
-            compute = ComputeTimes(profile.input_s + profile.forward_s, backward_s, profile.optimizer_s)
+            compute = ComputeTimes(profile.input_s + profile.forward_s, backward_s, profile.optimizer_s, host_share)
             ready = [bucket._replace(ready_s=stretch * bucket.ready_s) for bucket in buckets]
-            spans = simulate(compute, ready, header, device.cores, plan.overlap == "backward")
+            spans = simulate(compute, ready, header, device.cores, plan.overlap == "backward", on_stream)
             k = exchange.window or 1
             others = (k - 1) * (whole - profile.optimizer_s / share)
             return _Period((end_s(spans) + others) / k, (whole + others) / k, 1 / k, n, k, tuple(spans))
         case DuringNextStep(delay):
             waiting = [bucket._replace(ready_s=0.0) for bucket in buckets]
-            work = ComputeTimes(0.0, profile.compute_s + copy_s, 0.0)
-            spans = simulate(work, waiting, header, device.cores, overlap=True)
+            work = ComputeTimes(0.0, profile.device_s + copy_s, 0.0, host_share)
+            spans = simulate(work, waiting, header, device.cores, overlap=True, on_stream=on_stream)
             return _Period(end_s(spans), whole, 1.0, n, delay + 1, tuple(spans))
         case BetweenSteps(steps, fragments, delay):
-            alone = simulate(ComputeTimes(0.0, 0.0, 0.0), buckets, header, device.cores, overlap=False)
+            alone = simulate(ComputeTimes(0.0, 0.0, 0.0), buckets, header, device.cores, False, on_stream)
             # Each fragment is hidden behind `delay` steps; what does not fit there is waited for.
             exposed = max(0.0, end_s(alone) / fragments - delay * whole) * fragments
             passes_s = exchange.passes * profile.nbytes / device.memory_bandwidth

@@ -50,6 +50,8 @@ class ModelProfile:
         jitter: Relative standard deviation of the whole, from step to step; None: the device's.
         source: "measured" on a real model, or "described" in numbers.
         name: For people.
+        host_s: Of the host, to issue a step to a GPU that it does not wait for; None: it is far ahead, or there is no
+            GPU.
 
     >>> profile = ModelProfile((Gradient("w", (10, 10), torch.float32, 0.02),), 0.01, 0.02, 0.005)
     >>> profile.nbytes, round(profile.compute_s, 6)
@@ -65,6 +67,7 @@ class ModelProfile:
     jitter: float | None = None
     source: Literal["measured", "described"] = "measured"
     name: str = ""
+    host_s: float | None = None
 
     def __post_init__(self) -> None:
         if not self.gradients:
@@ -77,6 +80,8 @@ class ModelProfile:
             raise ValueError(f"ModelProfile: tokens must be a positive number, got {self.tokens!r}")
         if self.jitter is not None and not 0 <= self.jitter < math.inf:
             raise ValueError(f"ModelProfile: jitter must be a relative deviation, 0 or more, got {self.jitter!r}")
+        if self.host_s is not None and not 0 <= self.host_s < math.inf:
+            raise ValueError(f"ModelProfile: host_s must be a number of seconds, 0 or more, got {self.host_s!r}")
         if self.source not in ("measured", "described"):
             raise ValueError(f'ModelProfile: source must be "measured" or "described", got {self.source!r}')
         ready = [gradient.ready_s for gradient in self.gradients]
@@ -95,6 +100,11 @@ class ModelProfile:
     @property
     def compute_s(self) -> float:
         """A step without synchronization."""
+        return max(self.device_s, self.host_s or 0.0)
+
+    @property
+    def device_s(self) -> float:
+        """A step without synchronization, of a device that never waits for its host."""
         return self.input_s + self.forward_s + self.backward_s + self.optimizer_s
 
     def save(self, path: str | Path) -> None:
@@ -110,7 +120,7 @@ class ModelProfile:
 
 
 _COMMENT = "A gradsync model profile: gs.ModelProfile.load(path)"
-_NUMBERS = ("forward_s", "backward_s", "optimizer_s", "input_s", "tokens", "jitter")
+_NUMBERS = ("forward_s", "backward_s", "optimizer_s", "input_s", "tokens", "jitter", "host_s")
 _FIELDS = ("name", "source", *_NUMBERS, "gradients")
 _ROW_FIELDS = ("name", "shape", "dtype", "ready_s")
 _SECONDS = "a number of seconds since backward began, 0 or more"

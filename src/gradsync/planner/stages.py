@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 from gradsync.algorithms.price import Algorithm
@@ -32,6 +33,7 @@ class Stage(NamedTuple):
     load: float
     on_wire: bool
     nbytes: float = 0.0  # sent to others
+    host_s: float = 0.0  # of the host, to issue it to a GPU
 
 
 @lru_cache(maxsize=1 << 16)
@@ -65,33 +67,47 @@ def _stages(
     bucket = BucketForm(params, member or collectives.size, collectives.in_memory)
     rounds = exact(bucket) if codec is None else codec.rounds(bucket)
     encode, decode, between = (0.0, 0.0, 0.0) if codec is None else _seconds(codec, device, bucket)
+    # Either a thread wakes up for each part, or the host issues it to a GPU and goes on.
+    wakes_s, issues_s = (0.0, device.call_s) if collectives.on_stream else (device.call_s, 0.0)
+    host_s = _host_s(codec, device, bucket) if codec is not None and collectives.on_stream else 0.0
+
+    def sent(cost: CollectiveCost) -> Stage:
+        return Stage(cost.seconds, cost.load, True, cost.nbytes, issues_s)
+
     for stage in across(bucket, rounds, encodes=True) if by_host else rounds:
         match stage:
             case Compute():
                 seconds = stage.encode * encode + stage.decode * decode + stage.between * between
-                yield Stage(seconds + device.call_s, 1.0, False)  # the pipeline's thread wakes up
+                yield Stage(seconds + wakes_s, 1.0, False, host_s=host_s)
+                host_s = 0.0  # of all parts, with the first
             case Sum(payload):
                 nbytes = payload.nbytes
-                yield _sent(collectives.across(nbytes) if by_host else collectives.sum(algorithm, nbytes))
+                yield sent(collectives.across(nbytes) if by_host else collectives.sum(algorithm, nbytes))
             case Gather(rows):
-                yield _sent(collectives.gather(rows.nbytes, member))
+                yield sent(collectives.gather(rows.nbytes, member))
             case Trade(_, mine):
-                yield _sent(collectives.trade(mine.nbytes, member))
+                yield sent(collectives.trade(mine.nbytes, member))
             case SumInside(payload):
-                yield _sent(collectives.within_hosts(payload.nbytes))
-
-
-def _sent(cost: CollectiveCost) -> Stage:
-    return Stage(cost.seconds, cost.load, True, cost.nbytes)
+                yield sent(collectives.within_hosts(payload.nbytes))
 
 
 def _seconds(codec: Codec, device: Device, bucket: BucketForm) -> tuple[float, float, float]:
     """The seconds to encode and to decode a bucket, and what is between two rounds."""
-    speed = next((each for each in device.codecs if each.kind == codec.name), None) or _derived(codec, device)
+    speed = _speed(codec, device)
     nbytes = bucket.whole.nbytes
     items_s = speed.item_s * len(bucket.params) / (3 if speed.middle_s else 2)
     middle_s = speed.middle_s * nbytes + items_s if speed.middle_s else 0.0
     return speed.encode_s * nbytes + items_s, speed.decode_s * nbytes + items_s, middle_s
+
+
+def _host_s(codec: Codec, device: Device, bucket: BucketForm) -> float:
+    """The host's seconds to issue all that is computed of a bucket."""
+    speed, shapes = _speed(codec, device), [param.shape for param in bucket.params]
+    return speed.host_s + speed.host_item_s * sum(1 for _ in groupby(shapes))
+
+
+def _speed(codec: Codec, device: Device) -> CodecSpeed:
+    return next((each for each in device.codecs if each.kind == codec.name), None) or _derived(codec, device)
 
 
 def _derived(codec: Codec, device: Device) -> CodecSpeed:
