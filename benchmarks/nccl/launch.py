@@ -22,6 +22,7 @@ from netlab.rank_processes import launch as prepared
 MARK = "@@ "
 _RANK = str(Path(__file__).resolve().parent / "rank.py")
 _SHOWN = 3000  # characters of what a rank that failed wrote
+_CONTEXT_S = 15.0
 _MARGIN_S = 12.0  # from the end of measuring to when ranks are ended
 
 Job = dict[str, Any]
@@ -54,18 +55,41 @@ def on_loopback(job: Job, ranks: int, limit_s: float, extra: dict[str, str], tel
     return Launch(time.monotonic() - begun, _problem(late, ended))
 
 
-def on_hosts(job: Job, hosts: int, rate: str, limit_s: float, tell: Tell) -> Launch:
-    """One rank on each host of a lab. Without MPS: its clients do not work in process namespaces of their own."""
+def on_hosts(job: Job, hosts: int, rate: str, limit_s: float, mps: dict[str, str], tell: Tell) -> Launch:
+    """One rank on each host of a lab; they are clients of MPS if there is one and it serves them."""
     begun = time.monotonic()
     problem = ""
     try:
-        with Lab(hosts=hosts, rate=rate) as lab:
-            lab.run(_command(job, limit_s), env=_habits(), timeout=limit_s, echo=_listen(tell))
+        with Lab(hosts=hosts, rate=rate, share_processes=bool(mps)) as lab:
+            served = mps if mps and _serves(lab, mps, tell) else {}
+            left_s = limit_s - (time.monotonic() - begun)
+            lab.run(_command(job, left_s), env=_habits() | served, timeout=left_s, echo=_listen(tell))
     except RankFailed as failure:
         problem = _problem(str(failure).splitlines()[0], failure.ended)
     except LabError as failure:
         problem = str(failure)
     return Launch(time.monotonic() - begun, problem)
+
+
+# What a rank does first with a GPU, without torch, which takes seconds.
+_CONTEXT = """
+import ctypes, sys
+cuda, device, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
+code = cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0)
+code = code or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+sys.exit(f"code {code} of the driver" if code else 0)
+"""
+
+
+def _serves(lab: Lab, mps: dict[str, str], tell: Tell) -> bool:
+    """Whether MPS takes ranks of these hosts for clients: each makes a context."""
+    try:
+        lab.run([sys.executable, "-I", "-S", "-c", _CONTEXT], env=mps, timeout=_CONTEXT_S)
+    except RankFailed as failure:
+        said = next((each.output.strip().splitlines()[-1:] for each in failure.ended if each.code), [])
+        tell({"note": f"no MPS in these hosts, so ranks take turns on the GPU: {' '.join(said) or 'no answer'}"})
+        return False
+    return True
 
 
 def _command(job: Job, limit_s: float) -> list[str]:

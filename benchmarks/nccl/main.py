@@ -42,14 +42,11 @@ def run(part: str, options: argparse.Namespace) -> int:
             if left_s < 20:
                 print(f"{part}, {start.title}: no time left", flush=True)
                 continue
-            if start.rate is not None:
-                if reason := available():
-                    print(f"{part}, {start.title}: there can be no hosts here, {reason}", flush=True)
-                    problems += 1
-                    continue
-                stack.close()  # a lab's ranks are no clients of MPS, which would be in their way
-                mps = None
-            elif mps is None:
+            if start.rate is not None and (reason := available()):
+                print(f"{part}, {start.title}: there can be no hosts here, {reason}", flush=True)
+                problems += 1
+                continue
+            if mps is None:
                 mps = stack.enter_context(running_mps(wanted=not (options.dry or options.no_mps)))
             most_s = start.limit_s * limit_s / PARTS[part].limit_s
             problems += _launch(part, start, min(most_s, left_s), mps or {}, options)
@@ -74,7 +71,7 @@ def _launch(part: str, start: Start, limit_s: float, mps: dict[str, str], option
     if start.rate is None:
         ended = on_loopback(start.job, start.ranks, limit_s, mps, tell)
     else:
-        ended = on_hosts(start.job, start.ranks, start.rate, limit_s, tell)
+        ended = on_hosts(start.job, start.ranks, start.rate, limit_s, mps, tell)
     for name, cell in cells.items():
         kept = cell | {"launch_s": round(ended.seconds, 1)}
         store.keep(options.out, part, name, kept | ({"problem": ended.problem} if ended.problem else {}))
@@ -101,7 +98,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help="samples of each arm")
     parser.add_argument("--limit", type=float, help="seconds for each part, in place of its own")
     parser.add_argument("--each-turn", action="store_true", help="attach and detach in every turn")
-    parser.add_argument("--brief", action="store_true", help="planner: a probe of a second or two")
+    parser.add_argument("--full", action="store_true", help="planner: a probe of ten seconds or more, not of a few")
     parser.add_argument("--profile", action="store_true", help="host: also which functions take the time")
     parser.add_argument("--no-mps", action="store_true", help="let ranks take turns on the GPU")
     parser.add_argument("--out", type=Path, help="results.json, or with --dry a temporary file")

@@ -61,9 +61,9 @@ def _loopback(options: argparse.Namespace) -> Iterator[Start]:
 def _hosts(options: argparse.Namespace) -> Iterator[Start]:
     compared = _plain(arms.NO_SYNC, arms.DDP, arms.DDP_BF16, *arms.PLANS)
     settings = {
-        ("10gbit", GPT): (Course(5, 2, 3), {"scan": True}),
-        ("10gbit", GPT_48): (Course(3, 2, 2), {}),
-        ("1gbit", GPT): (Course(3, 1, 2), {}),
+        ("10gbit", GPT): (Course(4, 2, 2), {"scan": True}),
+        ("10gbit", GPT_48): (Course(3, 1, 2), {}),
+        ("1gbit", GPT): (Course(2, 1, 1), {}),
     }
     for (rate, workload), (course, more) in settings.items():
         if options.rate and rate not in options.rate:
@@ -72,7 +72,7 @@ def _hosts(options: argparse.Namespace) -> Iterator[Start]:
         if not more:  # the size that was best at 10 Gbit/s; a scan at 1 Gbit/s takes longer than everything else
             more = {"bucket_mb": _found_bucket(options.out)}
         job = _train({workload: cell}, compared, course, options, probe="brief", **more)
-        yield Start(cell, job, 2, rate, 130 if rate == "1gbit" else 90)
+        yield Start(cell, job, 2, rate, 100 if rate == "1gbit" else 80)
 
 
 def _found_bucket(path: Path) -> int | None:
@@ -93,9 +93,9 @@ def _planner(options: argparse.Namespace) -> Iterator[Start]:
         where = f"{link} | {ranks} ranks"
         cells = {model: f"{where} | {model.partition(' batch')[0]}" for model in PLANNED_MODELS}
         chosen = _plain(arms.NO_SYNC, *PLANNED)
-        course = Course(4, 2, 2) if link == "2gbit" else Course(5, 4, 3)
-        job = _train(cells, chosen, course, options, probe="brief" if options.brief else "full")
-        yield Start(where, job, ranks, None if link == LOOPBACK else link, 75 if link == "2gbit" else 60)
+        course = Course(4, 1, 2) if link == "2gbit" else Course(4, 3, 2)
+        job = _train(cells, chosen, course, options, probe="full" if options.full else "brief")
+        yield Start(where, job, ranks, None if link == LOOPBACK else link, 60 if link == "2gbit" else 50)
 
 
 def _host(options: argparse.Namespace) -> Iterator[Start]:
@@ -121,8 +121,8 @@ def _compile(options: argparse.Namespace) -> Iterator[Start]:
 
 PARTS = {
     "loopback": Part(_loopback, 200),
-    "hosts": Part(_hosts, 300),
-    "planner": Part(_planner, 300),
+    "hosts": Part(_hosts, 260),
+    "planner": Part(_planner, 260),
     "host": Part(_host, 90),
     "p2p": Part(_p2p, 55),
     "compile": Part(_compile, 150),

@@ -17,7 +17,7 @@ _FEW = 5
 _BEGIN, _END = "<!-- measured -->", "<!-- end -->"
 _QUESTIONS = {
     "loopback": "All ranks on one host, over loopback, with MPS",
-    "hosts": "Two hosts joined by a shaped link, without MPS",
+    "hosts": "Two hosts joined by a shaped link",
     "planner": "What the planner predicted",
     "host": "Host-bound: batch 1",
     "p2p": "One tensor, by each algorithm",

@@ -19,7 +19,7 @@ from nccl.crew import Crew
 from nccl.models import Workload, workload
 from nccl.turns import Contest, Course, Samples, as_facts, medians
 
-_SCAN = Course(rounds=3, window=2, warm_up=2)
+_SCAN = Course(rounds=2, window=2, warm_up=2)
 _PROFILE_STEPS = 5
 
 
