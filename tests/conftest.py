@@ -22,6 +22,7 @@ from in_a_tree import in_its_tree
 from nccl_ranks import NcclRanks
 from netlab.fixture import fork_server, lab  # noqa: F401  # for every folder
 from on_gpu import on_gpu
+from warm_processes import WarmContext
 
 Run = Callable[..., list[Any]]
 
@@ -39,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def warm() -> ForkServerContext:
     """Starts ranks as forks of one process that has imported what they need and has never computed."""
-    context = multiprocessing.get_context("forkserver")
+    context = WarmContext()
     context.set_forkserver_preload(["torch._dynamo", "gradsync", "pytest", "hypothesis"])
     forkserver.ensure_running()  # now, with an environment that no test has changed
     return context

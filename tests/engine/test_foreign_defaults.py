@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 from collections.abc import Callable, Iterator
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsync as gs
+from gradsync.launch.spawn import RankPool
 from gradsync.plan.paces import AsyncSGD
 
 Run = Callable[..., list[Any]]
@@ -189,8 +191,14 @@ def sum_of_ranks() -> float:
 
 
 @pytest.mark.parametrize("default", DEFAULTS)
-def test_spawn_starts_ranks_and_brings_their_values(default: str) -> None:
-    with foreign(default):
+def test_a_pool_starts_ranks_and_brings_their_values(default: str, warm: ForkServerContext) -> None:
+    with foreign(default), RankPool(2, context=warm) as pool:
+        assert pool.run(sum_of_ranks) == [3.0, 3.0]
+
+
+def test_spawn_starts_processes_that_import_all_anew() -> None:
+    """They know nothing of a default of ours, so one is as good as another."""
+    with foreign("with"):
         assert gs.spawn(sum_of_ranks, 2, timeout=60) == [3.0, 3.0]
 
 

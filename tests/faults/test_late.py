@@ -5,9 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
-from typing import Any
 
-import pytest
 from injector import until
 from nursery import Scene
 
@@ -36,28 +34,32 @@ def test_a_held_interpreter_is_late_not_lost(play: Play) -> None:
         assert f"rank 1 (pid {scenes[0].pids[1]}) is alive but its interpreter has been held for" in warned[0]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_the_only_rank_of_its_host_vouches_for_itself_past_its_interpreter(play: Play, victim: int) -> None:
+def test_the_only_rank_of_its_host_vouches_for_itself_past_its_interpreter(play: Play) -> None:
     """Rank 0 is the root of the tree, and keeps the store."""
-    scene = play(victim, "in_forward", "hold", remote=True, tcp=True, guard={"warn_after": 3.0})
-    finished(scene)
-    neighbour = 1 - victim
-    [warned] = [event["text"] for event in scene.events(neighbour, "warned") if "has waited" in event["text"]]
-    assert f"rank {victim} is alive but its interpreter has been held for" in warned
+    guard = {"warn_after": 3.0}
+    scenes = [play(victim, "in_forward", "hold", remote=True, tcp=True, guard=guard) for victim in (0, 1)]
+    for victim, scene in enumerate(scenes):
+        finished(scene)
+        neighbour = 1 - victim
+        [warned] = [event["text"] for event in scene.events(neighbour, "warned") if "has waited" in event["text"]]
+        assert f"rank {victim} is alive but its interpreter has been held for" in warned
 
 
-@pytest.mark.parametrize("where", [{}, {"remote": True, "tcp": True}], ids=["one-host", "many-hosts"])
-def test_a_job_that_was_stopped_as_a_whole_goes_on(play: Play, where: dict[str, Any]) -> None:
-    """Stopped while three ranks wait, for longer than their timeout and than dead_after."""
-    scene = play(2, "in_forward", "pause", guard={"timeout": 6.0, "dead_after": 3.0}, **where)
-    until(lambda: bool(scene.events(2, "act")))
-    for rank in range(4):
-        scene.kill(rank, signal.SIGSTOP)
+def test_a_job_that_was_stopped_as_a_whole_goes_on(play: Play) -> None:
+    """Stopped while three ranks wait, for longer than their timeout and than dead_after: on one host, and on four."""
+    guard = {"timeout": 6.0, "dead_after": 3.0}
+    scenes = [play(2, "in_forward", "pause", guard=guard, **where) for where in ({}, {"remote": True, "tcp": True})]
+    for scene in scenes:
+        until(lambda scene=scene: bool(scene.events(2, "act")))
+        for rank in range(4):
+            scene.kill(rank, signal.SIGSTOP)
     stopped_for(8.0)
-    for rank in range(4):
-        scene.kill(rank, signal.SIGCONT)
-    scene.tell(2, "go")
-    finished(scene)
+    for scene in scenes:
+        for rank in range(4):
+            scene.kill(rank, signal.SIGCONT)
+        scene.tell(2, "go")
+    for scene in scenes:
+        finished(scene)
 
 
 def stopped_for(seconds: float) -> None:

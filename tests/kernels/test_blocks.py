@@ -80,7 +80,7 @@ def test_every_code_dtype_and_mode_gives_the_reference_bits(code: Code, dtype: t
 
 @pytest.mark.parametrize("code", CODES, ids=str)
 def test_the_largest_block_gives_the_reference_bits(code: Code) -> None:
-    for kept in (1, 655, 40000, 65536):
+    for kept in (1, 655, 40000, 65536) if code.method == Method.TOPK else (1,):  # nobody else drops any
         table, size = make_table(code.method, [(65536, kept, 1), (65535, min(kept, 65535), 2)])
         flat, residual = random_flat(size), random_flat(size, seed=1)
         assert_c_equals_reference(code, flat, residual, table, Mode.FEEDBACK)

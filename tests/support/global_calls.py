@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsync as gs
-from global_state import unchanged, unusual
+from global_state import thawed, unchanged, unusual
 from gradsync.integrations.batch_norm import convert, revert
 from gradsync.probe.measure import measure
 
@@ -198,6 +198,7 @@ HANDLE: dict[str, Callable[[Scene, gs.GradSync], object]] = {
 }
 
 
+@thawed()
 def every_call(names: list[str], folder: Path) -> None:
     """In two ranks: each leaves all as it was."""
     warnings.simplefilter("ignore")  # what a compressor says of a rank of two is not what is asked here
@@ -211,6 +212,7 @@ def every_call(names: list[str], folder: Path) -> None:
         gc.collect()
 
 
+@thawed()
 def every_method(folder: Path) -> None:
     warnings.simplefilter("ignore")
     for name, method in HANDLE.items():

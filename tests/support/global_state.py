@@ -166,3 +166,16 @@ def unusual() -> Iterator[None]:
         torch.set_default_dtype(dtype)
         torch.set_autocast_dtype("cpu", autocast)
         signal.signal(signal.SIGUSR2, handler)
+
+
+@contextmanager
+def thawed() -> Iterator[None]:
+    """The collector looks through everything. What is frozen dies at times, which changes their number."""
+    frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    try:
+        yield
+    finally:
+        gc.collect()
+        if frozen:
+            gc.freeze()
