@@ -29,14 +29,15 @@ def test_who_is_out_of_step_is_named_in_the_same_words_among_a_thousand() -> Non
 
 def test_a_death_is_heard_by_all_within_a_second_of_its_bound() -> None:
     found = heartbeat_at_scale.measure(512, 2)
-    assert len(found["named_after_s"]) == 3
+    assert len(found["named_after_s"]) == 4
+    assert found["named_by"] == 511
     assert all(seconds <= heartbeat_at_scale.DEAD_AFTER_S + 1 for seconds in found["named_after_s"].values())
     few = heartbeat_at_scale.measure(64, 2)
     assert found["messages_per_s"]["most"] <= 2 * few["messages_per_s"]["most"]
 
 
-def test_a_thousand_ranks_meet_in_twelve_rounds_and_compare_what_they_bring_in_two_messages() -> None:
+def test_a_thousand_ranks_attach_in_twelve_rounds_and_compare_what_they_bring_in_two_messages() -> None:
     met = attach_at_scale.meet(1024, 8)
-    assert met["rounds"] <= 12
-    assert met["requests"]["most"] <= 64
+    assert met["rounds"]["to meet"] < met["rounds"]["with channels"] <= 12
+    assert met["requests"]["most"] <= 200
     assert attach_at_scale.agree(1024, 8, parameters=10)["messages"] <= 2.01
