@@ -18,7 +18,6 @@ from gradsync.algorithms.control_tree import ControlTree
 from scale.simulated import Network, Suspended, open_lanes
 from simulated_store import SimulatedMeeting
 
-
 ADDRESS = bytes(178)  # what gloo says of itself
 
 

@@ -121,11 +121,13 @@ class Hosts:
         while deaf:
             assert self.now - begun < 3 * DEAD_AFTER_S, f"{len(deaf)} ranks never hear of {victim}, {min(deaf)} first"
             self.run(TICK_S / 2)
-            for host, reader in deaf.values():
+            for _, reader in deaf.values():
                 if isinstance(reader, HeardFromSpeaker):
                     reader.turn(TICK_S / 2, None)
             deaf = {rank: each for rank, each in deaf.items() if victim not in lost_to(each[1], _but(each[0], rank))}
-        wrong = {who for rank, (host, reader) in readers.items() for who in lost_to(reader, _but(host, rank))} - {victim}
+        wrong = {who for rank, (host, reader) in readers.items() for who in lost_to(reader, _but(host, rank))} - {
+            victim
+        }
         assert not wrong, f"{sorted(wrong)[:5]} are blamed though they live"
         return self.now - begun
 

@@ -292,7 +292,8 @@ def open_lanes(network: Network, ranks: int, per_host: int, whom: Sequence[int] 
     everybody = tuple(range(ranks))
     lanes = []
     for rank in whom or everybody:
-        subgroups: Any = [(subgroup, GlooChannel(SimulatedGloo(shared[subgroup], rank))) for subgroup in tree.climb(rank)]
+        ends = [SimulatedGloo(shared[subgroup], rank) for subgroup in tree.climb(rank)]
+        subgroups = [(subgroup, GlooChannel(end)) for subgroup, end in zip(tree.climb(rank), ends, strict=True)]
         groups = Groups(rank, ranks, everybody, tree=tree, subgroups=subgroups)
         if tree.is_small:
             groups.first = subgroups[0][1]

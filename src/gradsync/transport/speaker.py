@@ -9,8 +9,8 @@ at once when there is news, it tells who leads its subgroup, and those whom it l
       ▲ │
     led     ◄── everything but what this one said
 
-These pairs are a tree too: so each rank is spoken of once, nothing old goes round for ever, and a message is as long for
-16 ranks as for 16,384. Who only listens in a subgroup is below the first of its members, and needs no pair with it.
+These pairs are a tree too: so each rank is spoken of once, nothing old goes round for ever, and a message is as long
+for 16 ranks as for 16,384. Who only listens in a subgroup is below the first of its members, and needs no pair with it.
 A member of a subgroup also beats to the members next to it, which judge nothing, but tell that the network passes.
 
 This class has no thread, clock or socket. A transport, or a simulator, drives it:
