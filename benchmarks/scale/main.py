@@ -100,7 +100,8 @@ def tables(results: dict[str, Any]) -> str:
     )  # fmt: skip
     table(
         "Heartbeats and deaths: of each host's first rank, simulated, `dead_after` 10 s",
-        ["ranks", "a host", "messages/s", "most", "Python ms/s", "most", "store requests/s", "named by all that live after"],
+        ["ranks", "a host", "messages/s", "most", "Python ms/s", "most", "store requests/s",
+         "named by all after"],
         [
             [
                 f"{r['ranks']:,}", str(r["per_host"]), f"{r['messages_per_s']['mean']:.1f}",
@@ -117,7 +118,8 @@ def tables(results: dict[str, Any]) -> str:
          "one absent: named by"],
         [
             [
-                f"{r['ranks']:,}", *map(str, r["rounds"].values()), f"{r['requests']['mean']:.0f}", str(r["requests"]["most"]),
+                f"{r['ranks']:,}", *map(str, r["rounds"].values()), f"{r['requests']['mean']:.0f}",
+                str(r["requests"]["most"]),
                 f"{r['nbytes']['mean']:,.0f}", f"{r['agreement']['messages']:.2f}", f"{r['absent']['named_by']:,}",
             ]
             for r in of("attach")
@@ -137,7 +139,7 @@ def tables(results: dict[str, Any]) -> str:
     real = of("real")
     arms = list(real[0]["arms"]) if real else []
     table(
-        "Real ranks of this machine, 8 to a host: processor ms per step and rank, all threads (of them the training thread)",
+        "Real ranks of this machine, 8 to a host: processor ms per step and rank, all threads (the training thread)",
         ["ranks", *arms, "attach, wall s"],
         [
             [
