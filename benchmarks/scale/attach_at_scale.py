@@ -1,27 +1,64 @@
-"""How many ranks meet, simulated: rounds through the store, requests and bytes; and what they compare then."""
+"""How many ranks meet, simulated: rounds through the store, requests and bytes; and what they compare then.
+
+A channel of a subgroup is made by gloo, which asks the store too: it sets its address, and then gets that of each
+member in turn, itself included, looking twice whether it is there (seen of torch 2.13, through `PolledStore`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import chain
 from statistics import mean
 from typing import Any
 
 import gradsync as gs
 from gradsync.agreement.attach_check import check_attach
+from gradsync.algorithms.control_tree import ControlTree
 from scale.simulated import Network, Suspended, open_lanes
 from simulated_store import SimulatedMeeting
 
+ADDRESS = bytes(178)  # what gloo says of itself
+
+
+class SimulatedAttach(SimulatedMeeting):
+    """All ranks meet, and each then makes the channels of its subgroups, the lower one first."""
+
+    def __init__(self, hosts: list[str]) -> None:
+        super().__init__(hosts)
+        self._steps = {rank: chain(steps, self._channels(rank)) for rank, steps in self._steps.items()}
+
+    @cached_property
+    def tree(self) -> ControlTree:
+        """All build the same one: it is made once."""
+        return ControlTree(self.hosts())
+
+    def _channels(self, rank: int) -> Iterator[None]:
+        store = self.clients[rank]
+        store.add(f"made/{rank}", 1)
+        assert self.found[rank].map.hosts
+        for subgroup in self.tree.climb(rank):
+            keys = [f"subgroup-{subgroup.level}-{subgroup.leader}/{member}" for member in subgroup.members]
+            store.set(keys[subgroup.members.index(rank)], ADDRESS)
+            for key in keys:
+                while not store.check([key]):
+                    yield
+                store.check([key])
+                store.multi_get([key])
+
 
 def meet(ranks: int, per_host: int) -> dict[str, Any]:
-    """All come; then the same with one rank that never comes."""
+    """All come, and make their channels; then the same with one rank that never comes."""
     hosts = [f"h{rank // per_host}" for rank in range(ranks)]
-    meeting = SimulatedMeeting(hosts).run()
+    to_meet = SimulatedMeeting(hosts).run().rounds
+    meeting = SimulatedAttach(hosts).run()
     assert len(meeting.hosts()) == -(-ranks // per_host)
     requests = list(meeting.requests().values())
     nbytes = [client.nbytes for client in meeting.clients.values()]
     return {
         "ranks": ranks,
         "per_host": per_host,
-        "rounds": meeting.rounds,
+        "rounds": {"to meet": to_meet, "with channels": meeting.rounds},
         "requests": {"mean": mean(requests), "most": max(requests), "all": sum(requests)},
         "nbytes": {"mean": mean(nbytes), "most": max(nbytes)},
         "absent": _absence(hosts),

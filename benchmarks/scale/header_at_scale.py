@@ -49,36 +49,52 @@ def measure(ranks: int, per_host: int, in_all: int = 0) -> dict[str, Any]:
     networks = [Network(events) for _ in range(max(1, in_all // ranks))]
     everybody = [(network, lane) for network in networks for lane in open_lanes(network, ranks, per_host)]
     logs = [HealthLog(3) for _ in everybody]
-    weight = sum(1.0 + rank % 7 for rank in range(ranks))
     python_s: list[list[float]] = []
     gc.collect()
     gc.disable()
     gc.freeze()
     for step in range(WARM + STEPS):
-        for network in networks:
-            network.begin()
-        order = random.Random(step).sample(range(len(everybody)), len(everybody))  # nobody is always the first
-        headers = {i: _timed(*everybody[i], announce, step) for i in order}
-        events.run()
-        for i in order:
-            received = _timed(*everybody[i], judge, headers[i], logs[i])
-            assert (received.size, received.total_weight, received.used.count(1)) == (ranks, weight, PARAMETERS)
+        _step(step, everybody, logs, ranks)
         if step >= WARM:
             python_s.append([network.python_s[lane.groups.rank] for network, lane in everybody])
     gc.unfreeze()
     gc.enable()
-    per_rank = [median(each) for each in zip(*python_s, strict=True)]  # of each rank, over the steps
-    network, lane = everybody[0]
-    messages, nbytes = ([counted[rank] for rank in range(ranks)] for counted in (network.messages, network.nbytes))
+    per_rank = [1e3 * median(each) for each in zip(*python_s, strict=True)]  # of each rank, over the steps
+    jobs = [per_rank[at : at + ranks] for at in range(0, len(per_rank), ranks)]
     return {
         "ranks": ranks,
         "per_host": per_host,
-        "depth": lane.groups.tree.depth,
-        "python_ms": {"mean": 1e3 * mean(per_rank), "median": 1e3 * median(per_rank), "most": 1e3 * max(per_rank)},
-        "messages": {"mean": mean(messages), "most": max(messages)},
-        "nbytes": {"mean": mean(nbytes), "most": max(nbytes)},
-        "clock_ms": 1e3 * (network.now - network.begun),
+        "depth": everybody[0][1].groups.tree.depth,
+        "python_ms": {"mean": mean(per_rank), "median": median(per_rank), "most": median(map(max, jobs))},
+        **count(ranks, per_host),
     }
+
+
+def count(ranks: int, per_host: int) -> dict[str, Any]:
+    """What does not depend on the machine: messages, bytes, calls of functions, and the clock of the network."""
+    network = Network()
+    network.count_calls = True
+    lanes = open_lanes(network, ranks, per_host)
+    for step in (0, 1):  # in the first one a rank makes what it keeps
+        _step(step, [(network, lane) for lane in lanes], [HealthLog(3) for _ in lanes], ranks)
+    counted = {"messages": network.messages, "nbytes": network.nbytes, "calls": network.calls}
+    found: dict[str, Any] = {"clock_ms": 1e3 * (network.now - network.begun)}
+    for name, counter in counted.items():
+        each = [counter[rank] for rank in range(ranks)]
+        found[name] = {"mean": mean(each), "median": median(each), "most": max(each)}
+    return found
+
+
+def _step(step: int, everybody: list[tuple[Network, SimulatedLane]], logs: list[HealthLog], ranks: int) -> None:
+    for network in {id(network): network for network, _ in everybody}.values():
+        network.begin()
+    weight = sum(1.0 + rank % 7 for rank in range(ranks))
+    order = random.Random(step).sample(range(len(everybody)), len(everybody))  # nobody is always the first
+    headers = {at: _timed(*everybody[at], announce, step) for at in order}
+    everybody[0][0].run()
+    for at in order:
+        received = _timed(*everybody[at], judge, headers[at], logs[at])
+        assert (received.size, received.total_weight, received.used.count(1)) == (ranks, weight, PARAMETERS)
 
 
 def _timed(network: Network, lane: SimulatedLane, call: Callable[..., Any], *args: Any) -> Any:

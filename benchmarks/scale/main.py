@@ -20,6 +20,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[1] / "tests" / "support")]
 
 import bench_harness  # noqa: E402
+from gradsync.agreement.header import header_nbytes  # noqa: E402
 from scale import attach_at_scale, header_at_scale, heartbeat_at_scale, real_ranks  # noqa: E402
 from scale.simulated import LATENCY_S  # noqa: E402
 
@@ -84,20 +85,23 @@ def tables(results: dict[str, Any]) -> str:
         return results[part]["rows"] if part in results else []
 
     table(
-        "Header: Python per step and rank, messages and bytes per step and rank, simulated",
-        ["ranks", "a host", "levels", "Python ms, median", "mean", "most", "messages", "bytes", "latencies"],
+        "Header: per step and rank, simulated: Python, calls of functions, messages and bytes",
+        ["ranks", "a host", "levels", "Python ms, median", "mean", "most", "calls, median", "mean", "most", "messages",
+         "most", "bytes", "latencies"],
         [
             [
                 f"{r['ranks']:,}", str(r["per_host"]), str(r["depth"]), f"{r['python_ms']['median']:.3f}",
-                f"{r['python_ms']['mean']:.3f}", f"{r['python_ms']['most']:.3f}", f"{r['messages']['mean']:.2f}",
-                f"{r['nbytes']['mean']:,.0f}", f"{r['clock_ms'] / 1e3 / LATENCY_S:.0f}",
+                f"{r['python_ms']['mean']:.3f}", f"{r['python_ms']['most']:.3f}", f"{r['calls']['median']:.0f}",
+                f"{r['calls']['mean']:.0f}", f"{r['calls']['most']}", f"{r['messages']['mean']:.2f}",
+                f"{r['messages']['most']}", f"{r['nbytes']['mean']:,.0f}", f"{r['clock_ms'] / 1e3 / LATENCY_S:.0f}",
             ]
             for r in of("header")
         ],
     )  # fmt: skip
     table(
         "Heartbeats and deaths: of each host's first rank, simulated, `dead_after` 10 s",
-        ["ranks", "a host", "messages/s", "most", "Python ms/s", "most", "store requests/s", "named by all after"],
+        ["ranks", "a host", "messages/s", "most", "Python ms/s", "most", "store requests/s",
+         "named by all after"],
         [
             [
                 f"{r['ranks']:,}", str(r["per_host"]), f"{r['messages_per_s']['mean']:.1f}",
@@ -110,25 +114,53 @@ def tables(results: dict[str, Any]) -> str:
     )  # fmt: skip
     table(
         "Attach: through the store, simulated; and the comparison of 1000 parameters by the tree",
-        ["ranks", "rounds", "requests of a rank", "most", "bytes", "messages to compare", "one absent: named by"],
+        ["ranks", "rounds to meet", "with channels", "requests of a rank", "most", "bytes", "messages to compare",
+         "one absent: named by"],
         [
             [
-                f"{r['ranks']:,}", str(r["rounds"]), f"{r['requests']['mean']:.0f}", str(r["requests"]["most"]),
+                f"{r['ranks']:,}", *map(str, r["rounds"].values()), f"{r['requests']['mean']:.0f}",
+                str(r["requests"]["most"]),
                 f"{r['nbytes']['mean']:,.0f}", f"{r['agreement']['messages']:.2f}", f"{r['absent']['named_by']:,}",
             ]
             for r in of("attach")
         ],
     )  # fmt: skip
     table(
-        "Real ranks of this machine, 8 to a host: processor ms per step and rank, all threads",
-        ["ranks", "gradsync", "DDP's all-reduce of used parameters", "every header to every rank", "attach, wall s"],
+        "Names, where ranks disagree: what one rank reads of all headers, once, simulated",
+        ["ranks", "bytes", "Python ms", "latencies"],
+        [
+            [
+                f"{r['ranks']:,}", f"{r['ranks'] * header_nbytes(header_at_scale.PARAMETERS):,}",
+                f"{1e3 * r['read_s']:.2f}", f"{r['clock_ms'] / 1e3 / LATENCY_S:.0f}",
+            ]
+            for r in of("disagreement")
+        ],
+    )  # fmt: skip
+    real = of("real")
+    arms = list(real[0]["arms"]) if real else []
+    table(
+        "Real ranks of this machine, 8 to a host: processor ms per step and rank, all threads (the training thread)",
+        ["ranks", *arms, "attach, wall s"],
         [
             [
                 str(r["ranks"]),
-                *(f"{arm['processor_ms']:.2f}" for arm in r["arms"].values()),
+                *(f"{arm['processor_ms']:.2f} ({arm['thread_ms']:.3f})" for arm in r["arms"].values()),
                 f"{r['attach']['wall_s']:.2f}",
             ]
-            for r in of("real")
+            for r in real
+        ],
+    )
+    table(
+        "The training thread's part of a header, apart: processor ms, and how often it waits and is put aside, a step",
+        ["ranks", "launch", "wait", "the same computation without others", "slices of a wait", "switches"],
+        [
+            [
+                str(r["ranks"]),
+                *(f"{r['apart'][part]:.3f}" for part in ("launch_ms", "wait_ms", "alone_ms")),
+                *(f"{r['apart'][part]:.1f}" for part in ("slices", "switches")),
+            ]
+            for r in real
+            if "apart" in r
         ],
     )
     return "\n".join([*lines, ""])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ import torch
 
 import gradsync as gs
 from gradsync.algorithms.control_tree import ControlTree, Subgroup
+from gradsync.transport.gloo_channel import GlooChannel
 from gradsync.transport.groups import Groups
 from gradsync.transport.heartbeat import INITIAL
 from gradsync.transport.lane import Lane
@@ -53,6 +55,11 @@ class Network:
         self.messages: Counter[int] = Counter()  # sent, by rank
         self.nbytes: Counter[int] = Counter()
         self.python_s: Counter[int] = Counter()  # by rank, in the control code
+        self.calls: Counter[int] = Counter()  # of functions, Python's and C's, where `count_calls` is set
+        self.count_calls = False
+        self._simulating_s = 0.0  # in what stands for gloo: no rank's time
+        self._paused_s = 0.0
+        self._hear: Any = None
 
     @property
     def now(self) -> float:
@@ -61,7 +68,7 @@ class Network:
     def begin(self) -> None:
         """Count from here on."""
         self.begun = self.now
-        for counted in (self.messages, self.nbytes, self.python_s):
+        for counted in (self.messages, self.nbytes, self.python_s, self.calls):
             counted.clear()
 
     def at(self, moment: float, happen: Callable[[], None]) -> None:
@@ -79,12 +86,36 @@ class Network:
         return self.now + hops * LATENCY_S
 
     def timed(self, rank: int, call: Callable[[], Any]) -> Any:
-        """What the call returns; the time it takes is that rank's."""
-        begun = time.perf_counter()
+        """What the call returns; the processor time it takes is that rank's, and what it calls."""
+        if self.count_calls:
+            return self._counted(rank, call)
+        begun, aside_s = time.thread_time(), self._simulating_s
         try:
             return call()
         finally:
-            self.python_s[rank] += time.perf_counter() - begun
+            self.python_s[rank] += time.thread_time() - begun - (self._simulating_s - aside_s)
+
+    def _counted(self, rank: int, call: Callable[[], Any]) -> Any:
+        def hear(_: object, event: str, __: object) -> None:
+            if event in ("call", "c_call"):
+                self.calls[rank] += 1
+
+        sys.setprofile(hear)
+        try:
+            return call()
+        finally:
+            sys.setprofile(None)
+
+    def pause(self) -> None:
+        """What happens until `resume` would happen in gloo, and costs no rank any Python."""
+        self._hear = sys.getprofile()
+        sys.setprofile(None)
+        self._paused_s = time.thread_time()
+
+    def resume(self) -> None:
+        """A rank goes on."""
+        self._simulating_s += time.thread_time() - self._paused_s
+        sys.setprofile(self._hear)
 
 
 class Work:
@@ -124,57 +155,64 @@ class SharedSubgroup:
         self.told: dict[int, dict[int, Any]] = {}
 
 
-class Channel:
-    """One member's end of a subgroup."""
-
-    on_host = True
+class SimulatedGloo:
+    """One member's end of a subgroup, in the place of torch's backend: below gradsync's own `GlooChannel`."""
 
     def __init__(self, shared: SharedSubgroup, rank: int) -> None:
         self._shared, self._rank = shared, rank
         self._place = shared.subgroup.members.index(rank)
         self._num_collected = self._num_told = 0
 
-    def collect(self, rows: torch.Tensor | None, row: torch.Tensor) -> Work:
-        network, members = self._shared.network, self._shared.subgroup.members
+    def gather(self, rows: list[list[torch.Tensor]], mine: list[torch.Tensor], options: Any) -> Work:
+        """The first member's `rows` get every member's."""
+        network, members, [row] = self._shared.network, self._shared.subgroup.members, mine
+        network.pause()
         call = self._shared.collected.setdefault(self._num_collected, {"here": 0, "rows": {}})
         self._num_collected += 1
         work = Work(network, self._rank)
         call["rows"][self._place] = row
-        if self._place == 0:
-            call["into"], call["work"] = rows, work
+        if self._place == options.rootRank:
+            [call["into"]], call["work"] = rows, work
 
         def arrive() -> None:
             call["here"] += 1
             if call["here"] == len(members):
-                torch.stack([call["rows"][place] for place in range(len(members))], out=call["into"])
+                for place, into in enumerate(call["into"]):
+                    into.copy_(call["rows"][place])
                 call["work"].end()
 
-        network.at(network.now if self._place == 0 else network.send(self._rank, row.numel()), arrive)
-        if self._place:
+        if self._place == options.rootRank:
+            network.at(network.now, arrive)
+        else:
+            network.at(network.send(self._rank, row.numel()), arrive)
             network.at(network.now, work.end)
+        network.resume()
         return work
 
-    def gather(self, rows: torch.Tensor, row: torch.Tensor) -> Work:
+    def allgather(self, rows: list[list[torch.Tensor]], mine: list[torch.Tensor], _: Any) -> Work:
         """Every member's row to every member, in a ring as gloo does it."""
-        network, members = self._shared.network, self._shared.subgroup.members
+        network, members, [row] = self._shared.network, self._shared.subgroup.members, mine
+        network.pause()
         call = self._shared.collected.setdefault(self._num_collected, {"ends": [], "rows": {}})
         self._num_collected += 1
         work = Work(network, self._rank)
         call["rows"][self._place] = row
-        call["ends"].append((work, rows))
+        call["ends"].append((work, rows[0]))
         network.messages[self._rank] += len(members) - 1
         network.nbytes[self._rank] += (len(members) - 1) * row.numel()
         if len(call["ends"]) == len(members):
-            whole = torch.stack([call["rows"][place] for place in range(len(members))])
             for each, into in call["ends"]:
-                into.copy_(whole)
+                for place, one in enumerate(into):
+                    one.copy_(call["rows"][place])
                 network.at(network.now + (len(members) - 1) * LATENCY_S, each.end)
+        network.resume()
         return work
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Work:
         """From the first member by a binomial tree, as gloo does it."""
-        assert source == 0
-        network, members = self._shared.network, self._shared.subgroup.members
+        assert options.rootRank == 0
+        network, members, [tensor] = self._shared.network, self._shared.subgroup.members, tensors
+        network.pause()
         call = self._shared.told.setdefault(self._num_told, {"waiting": {}, "data": None})
         self._num_told += 1
         work = Work(network, self._rank)
@@ -197,6 +235,7 @@ class Channel:
             come(self._place, tensor, work)
         else:
             call["waiting"][self._place] = (tensor, work)
+        network.resume()
         return work
 
 
@@ -253,7 +292,8 @@ def open_lanes(network: Network, ranks: int, per_host: int, whom: Sequence[int] 
     everybody = tuple(range(ranks))
     lanes = []
     for rank in whom or everybody:
-        subgroups: Any = [(subgroup, Channel(shared[subgroup], rank)) for subgroup in tree.climb(rank)]
+        ends = [SimulatedGloo(shared[subgroup], rank) for subgroup in tree.climb(rank)]
+        subgroups = [(subgroup, GlooChannel(end)) for subgroup, end in zip(tree.climb(rank), ends, strict=True)]
         groups = Groups(rank, ranks, everybody, tree=tree, subgroups=subgroups)
         if tree.is_small:
             groups.first = subgroups[0][1]

@@ -23,21 +23,43 @@ def test_every_rank_is_below_the_root_once(hosts: tuple[tuple[int, ...], ...], f
 
 
 @given(hosts, st.integers(2, 5))
-def test_a_rank_leads_every_subgroup_but_its_last(hosts: tuple[tuple[int, ...], ...], fan_out: int) -> None:
+def test_a_rank_takes_part_in_four_subgroups_at_most_and_leads_one_between_hosts(
+    hosts: tuple[tuple[int, ...], ...], fan_out: int
+) -> None:
     tree = ControlTree(hosts, fan_out)
     for rank in range(sum(map(len, hosts))):
         climbed = tree.climb(rank)
         assert all(rank in subgroup.members for subgroup in climbed)
-        assert all(subgroup.leader == rank for subgroup in climbed[:-1])
-        assert rank == tree.root or not climbed or climbed[-1].leader != rank
         assert [subgroup.level for subgroup in climbed] == sorted({subgroup.level for subgroup in climbed})
+        assert len(climbed) <= 4
+        led = [subgroup for subgroup in climbed if subgroup.level and subgroup.leader == rank]
+        assert len(led) <= 1
+
+
+@given(hosts, st.integers(2, 5))
+def test_each_says_its_own_in_one_subgroup_and_who_leads_says_what_it_heard_in_the_next(
+    hosts: tuple[tuple[int, ...], ...], fan_out: int
+) -> None:
+    tree = ControlTree(hosts, fan_out)
+    for rank in range(sum(map(len, hosts))):
+        climbed = tree.climb(rank)
+        told = [subgroup for subgroup in climbed if subgroup.leader != rank]
+        listening = [subgroup for subgroup in climbed if subgroup.leader == rank and subgroup.listens]
+        assert len(told) <= 2
+        assert len(listening) <= 1
+        for subgroup in listening:  # it said its own before, and says what it heard after: nobody does for the root
+            assert climbed[climbed.index(subgroup) - 1].leader != rank
+            assert climbed[-1] is not subgroup or rank == tree.root
+        assert told or rank == tree.root or len(tree.hosts[0]) == sum(map(len, hosts)) == 1
 
 
 @given(hosts, st.integers(2, 5))
 def test_subgroups_are_small_and_hosts_stay_whole(hosts: tuple[tuple[int, ...], ...], fan_out: int) -> None:
     tree = ControlTree(hosts, fan_out)
     assert {subgroup.members for subgroup in tree.levels[0]} == {host for host in hosts if len(host) > 1}
-    assert all(2 <= len(subgroup.members) <= fan_out for level in tree.levels[1:] for subgroup in level)
+    for level in tree.levels[1:]:
+        for subgroup in level:
+            assert 2 <= len(subgroup.members) - subgroup.listens <= fan_out
 
 
 @pytest.mark.parametrize(("ranks", "per_host"), [(8, 8), (1024, 8), (16384, 8), (16384, 1)])

@@ -21,6 +21,7 @@ from gradsync.plan.auto import PROFILING
 from gradsync.planner.predict import quality
 from gradsync.trace.reader import read_run
 from gradsync.transport.host_meeting import declare_host
+from in_a_tree import in_a_tree
 
 Run = Callable[..., list[Any]]
 
@@ -54,6 +55,12 @@ def check_compressed_choice() -> list[str]:
 
 def test_replicas_are_equal_through_a_switch_to_a_lossy_plan(run: Run) -> None:
     one, *others = run(check_compressed_choice, ranks=3)
+    assert others == [one, one]
+
+
+@pytest.mark.parametrize("hosts", ["aab", "abb", "abc"])
+def test_all_ranks_switch_at_the_same_step_where_they_agree_by_a_tree(hosts: str, run: Run) -> None:
+    one, *others = run(in_a_tree, check_compressed_choice, hosts, ranks=3)
     assert others == [one, one]
 
 

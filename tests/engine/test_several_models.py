@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gradsync as gs
+from in_a_tree import in_a_tree
 
 STEPS = 4
 Models = list[nn.Module]
@@ -94,6 +95,22 @@ MISSING = [[(0, 1), (0,)], [(0, 1), (1,)], [(1, 0), (0,)], [(1, 0), (1,)], [(2, 
 @pytest.mark.parametrize("orders", TWO + THREE, ids=str)
 def test_ranks_may_call_the_models_of_one_backward_in_any_order(orders: list[Order], run: Run) -> None:
     run(check, "dense", gs.Plan(bucket_bytes=1024), orders)
+
+
+def check_replicas(orders: list[Order]) -> None:
+    """The same weights on all ranks, and, up to the order of sums, those of backwards of their own."""
+    together = train("dense", gs.Plan(bucket_bytes=1024), orders, False, step_together)
+    for ours, theirs in zip(together, train("dense", gs.Plan(), orders, False, step_apart), strict=True):
+        torch.testing.assert_close(ours, theirs)
+        first = ours.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(ours, first)
+
+
+@pytest.mark.parametrize("hosts", ["aaaa", "aabb", "abcd"])
+@pytest.mark.parametrize("orders", [[(0, 1), (1, 0), (1, 0), (0, 1)], [(0, 1), (1, 0), (0,), (0, 1)]], ids=str)
+def test_so_they_may_where_they_agree_by_a_tree(hosts: str, orders: list[Order], run: Run) -> None:
+    run(in_a_tree, check_replicas, hosts, orders, ranks=4)
 
 
 @pytest.mark.parametrize("orders", MISSING, ids=str)

@@ -43,10 +43,9 @@ def test_a_rank_of_another_host_that_ends_is_named(play: Play, survivors: Surviv
 
 @pytest.mark.parametrize(
     "faults",
-    # 0 ─┬─ 1      every subgroup has two members
-    #    └─ 2 ─┬─ 3
-    #          └─ 4 ── 5
-    [[(2, "kill"), (4, "stop")], [(0, "stop"), (2, "stop")], [(0, "kill"), (5, "kill")]],
+    # 0 ── 1 ── 3 ─┬─ 2      two hosts come together on each level, and another one listens to them
+    #              └─ 4 ── 5
+    [[(3, "kill"), (4, "stop")], [(1, "stop"), (3, "stop")], [(0, "kill"), (5, "kill")]],
     ids=lambda faults: " ".join(f"{act}-{victim}" for victim, act in faults),
 )
 def test_the_news_goes_through_the_tree_and_around_who_died(

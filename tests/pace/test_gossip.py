@@ -22,6 +22,7 @@ from gradsync.engine.handle import GradSync
 from gradsync.launch.spawn import RankPool
 from gradsync.plan.paces import Topology
 from gradsync.transport.heartbeat import Phase
+from in_a_tree import in_a_tree
 
 Run = Callable[..., list[Any]]
 TOPOLOGIES: list[Topology] = ["ring", "exponential"]
@@ -300,8 +301,9 @@ def lose(victim: int) -> tuple[str, tuple[int, ...], str]:
     return "nothing", (), ""
 
 
-def test_a_killed_rank_is_named_by_all(pool: RankPool) -> None:
-    outcomes = pool.outcomes(lose, 2, ranks=4)
+@pytest.mark.parametrize("hosts", ["aaaa", "aabb", "abcd"])
+def test_a_killed_rank_is_named_by_all(hosts: str, pool: RankPool) -> None:
+    outcomes = pool.outcomes(in_a_tree, lose, hosts, 2, ranks=4)
     assert outcomes[2].text == "the process was killed by SIGKILL"
     for rank in (0, 1, 3):
         kind, ranks, sentence = outcomes[rank].value

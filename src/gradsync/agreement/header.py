@@ -243,12 +243,12 @@ def _without(packed: bytes, bits: int) -> bytes:
 
 def merged(rows: torch.Tensor) -> torch.Tensor:
     """One row that says of all what each said of itself; the weights are added in the order of the rows."""
-    row = np.bitwise_or.reduce(rows.numpy(), axis=0)
+    every = rows.numpy()
+    row = np.bitwise_or.reduce(every, axis=0)
     weight, count = 0.0, 0
-    for each in rows.numpy():
-        more_weight, more = _SUM.unpack_from(each)
+    for more_weight, more in _SUM.iter_unpack(every[:, :_UNIONS_AT].tobytes()):
         weight, count = weight + more_weight, count + more
-    row[:_UNIONS_AT] = np.frombuffer(_SUM.pack(weight, count), dtype=np.uint8)
+    _SUM.pack_into(row, 0, weight, count)
     return torch.from_numpy(row)
 
 
@@ -261,16 +261,19 @@ class HeaderExchange:
         `each`: every rank's own is wanted, unless all say the same.
         """
         self._lane = lane
+        self._enough: Headers | None = None  # the merged ones, read on their way, where nobody is to be named
 
         def ask(row: torch.Tensor) -> bool:
             headers = Headers(row[None])
-            return headers.needs_names(alike) or (each and headers.differ_in(ALL_FIELDS))
+            more = headers.needs_names(alike) or (each and headers.differ_in(ALL_FIELDS))
+            self._enough = None if more else headers
+            return more
 
         self.pending = lane.merge_all(pack_header(head, marks), merged, "the step header", ask)
 
     def receive(self, timeout: float | None = None) -> Headers:
         """Wait until every rank's is here; where somebody is to be named, each by itself."""
         self._lane.wait(self.pending, timeout)
-        headers = Headers(self.pending.rows)
+        headers = self._enough or Headers(self.pending.rows)
         assert headers.size == self._lane.groups.size, "every rank's header is in it once"
         return headers

@@ -58,13 +58,13 @@ class GlooChannel:
         """Fill `rows` with every member's `row`, by index."""
         options = AllgatherOptions()
         options.asyncOp = True
-        return self._backend.allgather([list(rows)], [row], options)
+        return self._backend.allgather([rows.unbind()], [row], options)
 
     def collect(self, rows: torch.Tensor | None, row: torch.Tensor) -> Work:
         """Fill the first member's `rows` with every member's `row`; the others bring no rows."""
         options = GatherOptions()
         options.rootRank = 0
-        return self._backend.gather([] if rows is None else [list(rows)], [row], options)
+        return self._backend.gather([] if rows is None else [rows.unbind()], [row], options)
 
     def trade(self, rows: torch.Tensor, mine: torch.Tensor) -> Work:
         """Give each member its equal part of `mine`, in order; fill `rows` with what each gives to us, by index."""

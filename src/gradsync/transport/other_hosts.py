@@ -49,13 +49,13 @@ class HeardByLinks:
         """`leave_note` shows the rest of this host what is known; for `timeout` seconds a rank may be late."""
         self._speaker = Speaker(tree, groups.rank, groups.size, dead_after)
         watched = self._speaker.neighbours
-        found = [
-            Neighbour(rank, channel, place, watched[rank])
-            for subgroup, channel in groups.subgroups
+        found = {
+            rank: Neighbour(rank, channel, place, watched[rank])
+            for subgroup, channel in reversed(groups.subgroups)  # two that meet twice beat in the lower one
             for place, rank in enumerate(subgroup.members)
             if subgroup.level and rank in watched
-        ]
-        self._links = BeatLinks(found, tokens_for(timeout, dead_after))
+        }
+        self._links = BeatLinks(list(found.values()), tokens_for(timeout, dead_after))
         self._sockets = groups.link_sockets
         self._leave_note = leave_note
         self._since_note_s = PERIOD_S

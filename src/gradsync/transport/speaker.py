@@ -1,16 +1,16 @@
 """The speaker of a host among those of other hosts: who it hears, what it tells whom, and whom it finds silent.
 
 The first rank of each host speaks for it, along the subgroups of the control tree from level 1 on. Twice a second, and
-at once when there is news, it tells its parent what it knows of all below, and its children what it knows of all
-others:
+at once when there is news, it tells who leads its subgroup, and those whom it leads, what it knows of all others:
 
-    parent  ◄── everything but what the parent said
+    leader  ◄── everything but what the leader said
       ▲ │
     speaker ─── its own host, from memory
       ▲ │
-    child   ◄── everything but what this child said
+    led     ◄── everything but what this one said
 
-So each rank is spoken of once, nothing old goes round for ever, and a message is as long for 16 ranks as for 16,384.
+These pairs are a tree too: so each rank is spoken of once, nothing old goes round for ever, and a message is as long
+for 16 ranks as for 16,384. Who only listens in a subgroup is below the first of its members, and needs no pair with it.
 A member of a subgroup also beats to the members next to it, which judge nothing, but tell that the network passes.
 
 This class has no thread, clock or socket. A transport, or a simulator, drives it:
@@ -70,7 +70,7 @@ class _Neighbour:
     """One with whom the speaker talks, and the last it said of its side of the tree."""
 
     rank: int
-    judged: bool  # parent and children are; the next in the subgroup are only listened to
+    judged: bool  # who leads and who is led are; the next in the subgroup are only listened to
     said: HostSummary = field(default_factory=lambda: HostSummary((), 0))
     met: bool = False
     closed: bool = False
@@ -116,14 +116,14 @@ class Speaker:
         for subgroup in tree.climb(rank):
             if subgroup.level == 0:
                 continue
-            others = [each for each in subgroup.members[1:] if each != rank]
-            if subgroup.leader == rank:
-                self._neighbours |= {each: _Neighbour(each, judged=True) for each in others}
-            else:
-                self._neighbours[subgroup.leader] = _Neighbour(subgroup.leader, judged=True)
-                self._neighbours |= {
-                    each: _Neighbour(each, judged=False) for each in _beside(rank, subgroup.members[1:])
-                }
+            leader, others = subgroup.leader, subgroup.members[1:]
+            told = others[1:] if subgroup.listens else others  # who listens is below the first of them already
+            if leader == rank:
+                self._neighbours |= {each: _Neighbour(each, judged=True) for each in told}
+                continue
+            if rank in told:
+                self._neighbours[leader] = _Neighbour(leader, judged=True)
+            self._neighbours |= {each: _Neighbour(each, judged=False) for each in _beside(rank, others)}
         self._judged = [each for each in self._neighbours.values() if each.judged]
         self._mine: tuple[NotableRank, ...] = ()
         self._my_alarms: tuple[object, ...] = ()

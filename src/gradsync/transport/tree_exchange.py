@@ -4,7 +4,8 @@
     down                            row ─→ row, row ─→ row, row, row
 
 A merge makes one row of many, so that every message is as long as the first, however many ranks there are. Where all
-rows are wanted themselves, which is rare, they are put behind each other on the way up.
+rows are wanted themselves, which is rare, they are put behind each other on the way up. A rank has one role in that, or
+two: it brings what those below it say, and perhaps it listens to others further up, in [Who leads] of `control_tree`.
 
 Note [Nobody waits in the tree]
     A rank that leads goes on when its members' rows are there, from the thread of gloo that brought them, whatever its
@@ -80,6 +81,8 @@ class TreeMessage(Promise):
 
 
 Walk = Generator[Any, None, None]  # yields each work that must end before it goes on
+Members = list[tuple[Subgroup, SubgroupChannel]]
+Role = tuple[Members, Members]  # the subgroups that a rank leads, from the bottom, and the one where it is told
 
 
 class TreeExchange:
@@ -110,18 +113,19 @@ class TreeExchange:
     # The two ways
 
     def _merging(self, message: TreeMessage, mine: torch.Tensor, merge: Merge, ask: Ask | None, above: int) -> Walk:
-        row, subgroups = mine, self._subgroups[above:]
-        for subgroup, channel in subgroups:
-            if subgroup.leader == self._rank:
+        row, roles, sent = mine, self._roles(above), []
+        for led, upward in roles:
+            for subgroup, channel in led:
                 rows = torch.empty(len(subgroup.members), row.numel(), dtype=torch.uint8, device="cpu")
                 yield channel.collect(rows, row)
-                row = merge(rows)
-            else:
-                sent = channel.collect(None, row)  # the answer comes behind it
+                row = merge(rows[1:] if subgroup.listens else rows)
+            sent += [channel.collect(None, row) for _, channel in upward]  # the answer comes behind it
+        for led, upward in reversed(roles):
+            for _, channel in upward:
                 row = torch.empty_like(row)
                 yield channel.broadcast(row, 0)
-                del sent
-        yield from self._tell_below(subgroups, row)
+            yield from _tell_below(led, row)
+        del sent
         if ask is not None and ask(row):
             yield from self._joining(message, mine)
         else:
@@ -129,36 +133,46 @@ class TreeExchange:
 
     def _joining(self, message: TreeMessage, row: torch.Tensor) -> Walk:
         nbytes, size = row.numel(), len(self._tree.order)
-        whole = row
-        for (subgroup, channel), counts in zip(self._subgroups, self._counts, strict=True):
-            # Members speak for unequally many: gloo wants equal lengths.
-            padded = torch.zeros(max(counts) * nbytes, dtype=torch.uint8, device="cpu")
-            padded[: whole.numel()] = whole
-            if subgroup.leader == self._rank:
-                rows = torch.empty(len(counts), padded.numel(), dtype=torch.uint8, device="cpu")
-                yield channel.collect(rows, padded)
+        whole, roles, sent = row, self._roles(0), []
+        for led, upward in roles:
+            for subgroup, channel in led:
+                counts = self._counts[subgroup]
+                rows = torch.empty(len(counts), max(counts) * nbytes, dtype=torch.uint8, device="cpu")
+                yield channel.collect(rows, _padded(whole[: counts[0] * nbytes], max(counts) * nbytes))
                 whole = torch.cat([each[: count * nbytes] for each, count in zip(rows, counts, strict=True)])
-            else:
-                sent = channel.collect(None, padded)
+            for subgroup, channel in upward:
+                # Members speak for unequally many: gloo wants equal lengths.
+                sent.append(channel.collect(None, _padded(whole, max(self._counts[subgroup]) * nbytes)))
+        for led, upward in reversed(roles):
+            for _, channel in upward:
                 whole = torch.empty(size * nbytes, dtype=torch.uint8, device="cpu")
                 yield channel.broadcast(whole, 0)
-                del sent
-        yield from self._tell_below(self._subgroups, whole)
+            yield from _tell_below(led, whole)
+        del sent
         rows = whole.view(size, nbytes)
         if not self._tree.in_order:
             order = torch.tensor(self._tree.order, dtype=torch.int64, device="cpu")
             rows = torch.empty_like(rows).index_copy_(0, order, rows)
         message.came(rows)
 
-    def _tell_below(self, subgroups: Sequence[tuple[Subgroup, SubgroupChannel]], row: torch.Tensor) -> Walk:
-        led = [channel for subgroup, channel in reversed(subgroups) if subgroup.leader == self._rank]
-        yield from [channel.broadcast(row, 0) for channel in led]  # all at once, then waited for
+    def _roles(self, above: int) -> list[Role]:
+        """What this rank does in the subgroups from `above` on, in the order of the way up."""
+        roles: list[Role] = [([], [])]
+        for each in self._subgroups[above:]:
+            if roles[-1][1]:
+                roles.append(([], []))  # it has said its own: what it leads from here on it only listens to
+            led, upward = roles[-1]
+            (led if each[0].leader == self._rank else upward).append(each)
+        return roles
 
     @cached_property
-    def _counts(self) -> list[list[int]]:
+    def _counts(self) -> dict[Subgroup, list[int]]:
         """The number of ranks for which each member of our subgroups speaks."""
         below = self._tree.below
-        return [[len(below(member, subgroup.level)) for member in subgroup.members] for subgroup, _ in self._subgroups]
+        return {
+            subgroup: [len(below(member, subgroup.level)) for member in subgroup.members]
+            for subgroup, _ in self._subgroups
+        }
 
     # One after the other: see [Nobody waits in the tree]
 
@@ -202,6 +216,16 @@ class TreeExchange:
             message, walk = self._queue.popleft()
             walk.close()
             message.finish(error)
+
+
+def _tell_below(led: Members, row: torch.Tensor) -> Walk:
+    yield from [channel.broadcast(row, 0) for _, channel in reversed(led)]  # all at once, then waited for
+
+
+def _padded(rows: torch.Tensor, nbytes: int) -> torch.Tensor:
+    padded = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+    padded[: rows.numel()] = rows
+    return padded
 
 
 class BoardedMessage(Pending):

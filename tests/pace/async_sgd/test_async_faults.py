@@ -13,6 +13,7 @@ import torch
 from gradsync.launch.spawn import RankPool
 from gradsync.plan.paces import AsyncSGD
 from gradsync.transport.heartbeat import Phase
+from in_a_tree import in_a_tree
 
 Run = Callable[..., list[Any]]
 
@@ -67,15 +68,16 @@ def test_keep_alives_bridge_a_silence_longer_than_the_groups_timeout(run: Run) -
     assert run(async_faults.keep_silent) == [7, 7]
 
 
-def test_a_dead_rank_is_named_with_a_parameter_of_its_shard(pool: RankPool) -> None:
-    outcomes = pool.outcomes(async_faults.lose, 1, 3, AsyncSGD(1), ranks=3)
+@pytest.mark.parametrize("hosts", ["aaa", "aab", "abc"])
+def test_a_dead_rank_is_named_with_a_parameter_of_its_shard(hosts: str, pool: RankPool) -> None:
+    outcomes = pool.outcomes(in_a_tree, async_faults.lose, hosts, 1, 3, AsyncSGD(1), ranks=3)
     assert "SIGKILL" in outcomes[1].text
     for rank in (0, 2):
         assert outcomes[rank].ok, outcomes[rank].text
         kind, ranks, text, told = outcomes[rank].value
         assert (told.phase, told.culprits) == (Phase.LOST_PEER, (1,)), "the others need not find out by themselves"
         assert (kind, ranks) == ("PeerLost", [1]), text
-        assert text.startswith(f"[rank {rank}/3 step 0] rank 1 (pid ")
+        assert text.startswith(f"[rank {rank}/3 step 0] rank 1 ")
         assert re.search(
             r"rank 1 kept the shard of '[02]\.(weight|bias)'( and \d more)?, which no other rank holds", text
         )
