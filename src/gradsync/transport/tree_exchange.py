@@ -156,7 +156,7 @@ class TreeExchange:
         message.came(rows)
 
     def _roles(self, above: int) -> list[Role]:
-        """What this rank does in the subgroups from `above` on, in the order of the way up."""
+        """What this rank does in its subgroups without the lowest so many, in the order of the way up."""
         roles: list[Role] = [([], [])]
         for each in self._subgroups[above:]:
             if roles[-1][1]:
