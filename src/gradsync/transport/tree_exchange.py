@@ -156,7 +156,7 @@ class TreeExchange:
         message.came(rows)
 
     def _roles(self, above: int) -> list[Role]:
-        """A rank leads some subgroups and is told in others: which, in the order of the way up, but for the lowest few."""
+        """A rank leads some subgroups and is told in others: which, on the way up, but for the lowest few."""
         roles: list[Role] = [([], [])]
         for each in self._subgroups[above:]:
             if roles[-1][1]:
