@@ -104,7 +104,7 @@ def take_turns(
     """`rounds` samples of each, fewer if the time does not allow for one more; `tell` is told after every round."""
     samples: Samples = {name: {"wall_s": [], "cpu_s": []} for name in turns}
     names, longest_s = list(turns), 0.0
-    for number in range(rounds):
+    for number in range(rounds if names else 0):  # there may have been no time to make any
         if number and crew.over(longest_s):
             break
         begun = time.perf_counter()

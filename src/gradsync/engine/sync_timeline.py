@@ -83,7 +83,9 @@ class SyncTimeline:
     def _bucket_came(self, pending: Pending) -> None:
         if self._detailed:
             now = self._tracer.detail()
-            self._trips[self._num_waited].wait_ends(now, pending.finished_at or now)
+            # On a stream the host is done long before: what comes of it is there when the stream has passed the wait.
+            done = pending.finished_at if pending.on_host else 0.0
+            self._trips[self._num_waited].wait_ends(now, done or now)
         self._num_waited += 1
 
     def _came(self, brought: Brought) -> None:
