@@ -27,9 +27,8 @@ T = TypeVar("T")
 
 FAN_OUT = 16  # hosts in a subgroup
 MAX_LOCAL = 64  # ranks of one host in a subgroup
-MOST_GATHERED = (
-    3  # a gather of gloo's goes round in a ring: with more ranks that is no shorter than the way up and down
-)
+# A gather of gloo's goes round in a ring: with more ranks that is no shorter than the way up and down.
+MOST_GATHERED = 3
 
 
 class Subgroup(NamedTuple):
