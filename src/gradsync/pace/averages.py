@@ -158,6 +158,7 @@ class Average:
         self.after_drift_check: Callable[[], None] = _nothing  # what all ranks do about replicas that differ
         self._outcome = _COUNTS
         self._pending_mean = pending_mean
+        self._headers: Headers | None = None  # what came with it, until it is heard
 
     @property
     def dropped(self) -> bool:
@@ -171,7 +172,7 @@ class Average:
         pending_mean, self._pending_mean = self._pending_mean, None
         headers = wait_mean(context, pending_mean)
         _check_scales(headers, context)
-        self.after_drift_check = context.drift_check.hear(headers, context.lane)
+        self._headers = headers
         self.used = headers.any(Mark.USED)
         names = [name for name, _ in context.parameters]
         outcome, self.found = step_outcome(context.lane, context.guard, headers, names, context.health_log)
@@ -184,6 +185,16 @@ class Average:
         if outcome is Outcome.COUNTS:
             context.health_log.counted()
         self._outcome = {Outcome.COUNTS: _COUNTS, Outcome.DROPPED: _DROPPED, Outcome.RAISES: at}[outcome]
+
+    def hear(self, context: PaceContext) -> None:
+        """Wait for it, and compare replicas by its headers: every rank does so between the same two of its launches.
+
+        A rank may wait alone, to save its state, say; but which digest is said next depends on those heard so far.
+        """
+        self.wait(context)
+        headers, self._headers = self._headers, None
+        if headers is not None:
+            self.after_drift_check = context.drift_check.hear(headers, context.lane)
 
     def move_out_of(self, flat_part: FlatPart, context: PaceContext) -> None:
         """Make room, if it lies in this flat part: so many wait only after a run with a smaller k took them over."""

@@ -149,7 +149,8 @@ class DelayedPace(Pace):
             self._num_steps += 1
 
     def before_meeting(self, call: Call) -> None:
-        self.settle()
+        for average in self._waiting:
+            average.hear(self._context)
 
     def drain(self) -> bool:
         self._num_steps = -1
@@ -208,7 +209,7 @@ class DelayedPace(Pace):
     def _fall_due(self) -> None:
         """The oldest average is to be applied, unless it came to nothing; the same on every rank."""
         average = self._waiting.popleft()
-        average.wait(self._context)
+        average.hear(self._context)
         average.after_drift_check()
         if average.found:
             raise NonFinite(f"{self._context.lane.place()} {average.found}; no rank has applied this average")

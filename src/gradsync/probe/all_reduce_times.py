@@ -79,8 +79,11 @@ class SweepTime(NamedTuple):
         """
         >>> SweepTime(0.5, 5.0, 30).times(0.1), SweepTime(0.5, 5.0, 30).times(1e-4), SweepTime(0.5, 5.0, 30).times(1.0)
         (5, 30, 3)
+        >>> SweepTime(0.5, 5.0, 30).times(0.0)
+        30
         """
-        return max(3, min(self.most, math.floor(self.size_s / expected_s + 1e-9)))
+        # By a GPU's clock a call may seem to take no time.
+        return max(3, min(self.most, math.floor(self.size_s / max(expected_s, 1e-9) + 1e-9)))
 
 
 FULL, BRIEF = SweepTime(size_s=0.1, whole_s=2.0, most=12), SweepTime(size_s=0.1, whole_s=0.6, most=6)

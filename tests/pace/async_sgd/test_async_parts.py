@@ -264,6 +264,22 @@ def test_the_threads_end_when_the_farewell_has_left() -> None:
     assert mail.failure is None
 
 
+class InterruptedWire(Wire):
+    """A channel at which Ctrl-C comes with the first message."""
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Wire:
+        raise KeyboardInterrupt
+
+
+def test_the_threads_end_when_a_farewell_is_interrupted() -> None:
+    wire: Any = InterruptedWire()
+    mail = Mail(wire, rank=0, size=2, period_s=60, sockets=set())
+    mail.start(lambda source, message, payload: None)
+    with pytest.raises(KeyboardInterrupt):
+        mail.say_goodbye()
+    assert mail.all_gone(60)
+
+
 class Post:
     """Channels between ranks of one process: what is sent waits until it is received, and is not copied before."""
 

@@ -115,10 +115,12 @@ class Mail:
         """Nothing follows from here. The receiver ends when all peers have said so too."""
         with self._sending:
             self._stop.set()  # no ALIVE comes after a farewell: nobody might be there to receive it
-        for peer in self._peers:
-            with contextlib.suppress(RuntimeError):  # whoever is gone does not need it
-                self.send(peer, ShardMessage(MessageKind.BYE))
-        self._farewell_said.set()
+        try:
+            for peer in self._peers:
+                with contextlib.suppress(RuntimeError):  # whoever is gone does not need it
+                    self.send(peer, ShardMessage(MessageKind.BYE))
+        finally:  # a Ctrl-C here too ends the keeper
+            self._farewell_said.set()
 
     def all_gone(self, slice_s: float) -> bool:
         """Return whether the threads have ended: all said goodbye, and all messages left; wait for at most a slice."""
