@@ -111,7 +111,8 @@ READERS: dict[str, Callable[[], Any]] = {
     "interpreter": lambda: (sys.getswitchinterval(), sys.getrecursionlimit(), faulthandler.is_enabled()),
     "hooks": _hooks,
     "standard streams": lambda: (sys.stdin, sys.stdout, sys.stderr),
-    "garbage collection": lambda: (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count(), list(gc.callbacks)),
+    # Whether anything is frozen: how much becomes less by itself, where a process began so, as objects die.
+    "garbage collection": lambda: (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count() > 0, list(gc.callbacks)),
     "limits": lambda: [resource.getrlimit(getattr(resource, name)) for name in _LIMITS],
     "cores": lambda: (os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0)),
     "logging": _logging,
