@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -93,6 +94,20 @@ def check_fields(where: str, noun: str, table: object, allowed: Collection[str],
         if key not in table:
             raise ValueError(f"{where}: the field {key!r} is missing; a {noun} needs {' and '.join(needed)}")
     return table
+
+
+def check_arguments(where: str, kind: str, make: Callable[..., object], arguments: Collection[str]) -> None:
+    """Refuse arguments that it does not take, and a call without those that it needs.
+
+    >>> check_arguments("[pace]", "round", round, ["digits"])
+    Traceback (most recent call last):
+    ValueError: [pace] round does not take ['digits']; it takes number, ndigits
+    """
+    known = signature(make).parameters
+    if unknown := sorted(set(arguments) - set(known)):
+        raise ValueError(f"{where} {kind} does not take {unknown}; it takes {', '.join(known) or 'nothing'}")
+    if missing := [name for name, it in known.items() if it.default is it.empty and name not in arguments]:
+        raise ValueError(f"{where} {kind} needs {', '.join(missing)}")
 
 
 def check_kind(where: str, table: Table, key: str, kind: type | tuple[type, ...], words: str) -> None:

@@ -254,6 +254,10 @@ def load_what_does_not_fit() -> list[str]:
         first.sync.load_state_dict({})
     with pytest.raises(gs.GradSyncError if dist.get_rank() else ValueError, match="has format 1") as caught:
         first.sync.load_state_dict(state if dist.get_rank() else old)
+    for bad in ("rank0.pt", state | {"gradsync.order": "0.weight"}):  # on one rank: the others do not wait for it
+        with pytest.raises(gs.GradSyncError if dist.get_rank() else ValueError, match="rank 0 cannot") as caught:
+            first.sync.load_state_dict(state if dist.get_rank() else bad)  # type: ignore[arg-type]
+        errors.append(str(caught.value))
     first.sync.load_state_dict(state)  # nothing has changed, and nobody is stuck
     first.train(range(1))
     for run in (first, second, third):
@@ -268,6 +272,8 @@ def test_what_does_not_fit_is_refused_on_every_rank(run: Callable[..., Any]) -> 
         assert "this state has format 1, this gradsync reads 2" in errors[2]
         assert "this state has no format" in errors[3]
         assert "not whole: 'gradsync.order' is not in it" in errors[4]
+        assert "a state is a dict of tensors, got str; pass what sync.state_dict() returned" in errors[5]
+        assert "gradsync.order must be a tensor, got '0.weight'" in errors[6]
 
 
 def freeze_and_thaw() -> None:

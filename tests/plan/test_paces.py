@@ -281,8 +281,8 @@ def test_what_is_no_pace_is_refused_by_name(pace: Any, hint: str) -> None:
 
 
 HOSTILE = {
-    "no k": ("kind = 'local_sgd'", "[pace] local_sgd does not take []"),
-    "a foreign argument": ("kind = 'gossip'\nk = 2", "[pace] gossip does not take ['k']"),
+    "no k": ("kind = 'local_sgd'", "[pace] local_sgd needs k"),
+    "a foreign argument": ("kind = 'gossip'\nk = 2", "[pace] gossip does not take ['k']; it takes topology, every"),
     "a topology that is none": (
         "kind = 'gossip'\ntopology = 'star'",
         'gossip: topology must be "ring" or "exponential", got \'star\'',

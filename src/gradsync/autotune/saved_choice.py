@@ -38,10 +38,12 @@ def read(state: Mapping[str, torch.Tensor]) -> SavedChoice | None:
     """Return what a state says of the choice.
 
     >>> chosen = SavedChoice(Plan().canonical(), 0.25, 2, "exact")
-    >>> read(flatten(chosen)) == chosen, read({})
-    (True, None)
+    >>> read(flatten(chosen)) == chosen, read({}), read("rank0.pt")
+    (True, None, None)
     """
-    text = bytes(state[_KEY].cpu().numpy()).decode().strip() if _KEY in state else ""
+    if not isinstance(state, Mapping) or not isinstance(state.get(_KEY), torch.Tensor):
+        return None  # what is no state at all is refused where the rest of it is read
+    text = bytes(state[_KEY].cpu().numpy()).decode().strip()
     if not text:
         return None
     try:

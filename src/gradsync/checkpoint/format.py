@@ -153,8 +153,15 @@ def flatten_part(rank: int, part: OwnState, step: int) -> State:
 
 def read(state: Mapping[str, torch.Tensor], shapes: Shapes) -> SavedRunState | None:
     """Return what a flat dict says, for a model of these parameters; None if it says nothing. Other keys are let be."""
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"a state is a dict of tensors, got {type(state).__name__}; pass what sync.state_dict() returned"
+        )
     if not state:
         return None
+    for key, value in state.items():
+        if str(key).startswith("gradsync.") and not isinstance(value, torch.Tensor):
+            raise TypeError(f"{key} must be a tensor, got {value!r:.80}; pass what sync.state_dict() returned")
     found = state.get("gradsync.format", state.get("format"))
     if found is None or int(found) != FORMAT:
         was = "no format" if found is None else f"format {int(found)}"

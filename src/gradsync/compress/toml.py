@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from inspect import signature
 from typing import Any, TypeVar
 
 from gradsync import tables
@@ -93,10 +92,10 @@ def from_canonical(table: object, where: str = "compress") -> Compressor | None:
     return _call(MAKERS[kind][1], kind, arguments, where)
 
 
-def _rules_from(tables: object, where: str) -> list[Rule]:
-    if not isinstance(tables, list):
-        raise ValueError(f"rules must be a list of tables, [[{where}]] for each, got {tables!r}")
-    return [_rule_from(table, where) for table in tables]
+def _rules_from(rules: object, where: str) -> list[Rule]:
+    if not isinstance(rules, list):
+        raise ValueError(f"rules must be a list of tables, [[{where}]] for each, got {rules!r}")
+    return [_rule_from(table, where) for table in rules]
 
 
 def _rule_from(table: object, where: str) -> Rule:
@@ -107,13 +106,7 @@ def _rule_from(table: object, where: str) -> Rule:
 
 
 def _call(make: Callable[..., _T], kind: str, arguments: dict[str, Any], where: str) -> _T:
-    known = signature(make).parameters
-    unknown = sorted(set(arguments) - set(known))
-    if unknown:
-        raise ValueError(f"[{where}] {kind} does not take {unknown}; it takes {', '.join(known) or 'nothing'}")
-    missing = [name for name, it in known.items() if it.default is it.empty and name not in arguments]
-    if missing:
-        raise ValueError(f"[{where}] {kind} needs {', '.join(missing)}")
+    tables.check_arguments(f"[{where}]", kind, make, arguments)
     try:
         return make(**arguments)
     except (TypeError, ValueError) as error:

@@ -237,10 +237,9 @@ def _from_recipe(
         )
     arguments = {name: value for name, value in recipe.items() if name != "kind"}
     try:
+        tables.check_arguments(f"[{key}]", recipe["kind"], kinds[recipe["kind"]], arguments)
         return make(recipe["kind"], arguments)
-    except TypeError:
-        raise ValueError(f"{path}: [{key}] {recipe['kind']} does not take {sorted(arguments)}") from None
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
 
 
