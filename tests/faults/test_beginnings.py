@@ -177,7 +177,7 @@ def test_the_rank_that_keeps_the_store_is_named_in_all_blocks(begin: Begin, poin
 
 def test_a_rank_that_does_not_come_is_named_in_all_blocks(begin: Begin) -> None:
     cases = [(2, "met", "did not come"), (5, "met", "did not come"), (4, "merge", "came and"), (3, "sight", "came and")]
-    arguments: dict[str, Any] = {"ranks": 6, "block": 2, "guard": {"timeout": 4.0}}
+    arguments: dict[str, Any] = {"ranks": 6, "block": 2, "guard": {"timeout": 8.0}}
     scenes = [begin("attach", point, "stall", victim=victim, **arguments) for victim, point, _ in cases]
     for scene, (victim, _, what) in zip(scenes, cases, strict=True):
         for error in named(scene, "SyncTimeout", victim):
